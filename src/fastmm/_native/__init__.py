@@ -1,0 +1,1 @@
+"""The compiled core. One module is one concept; DESIGN.md says which."""
