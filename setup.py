@@ -8,7 +8,8 @@ Three things need code:
 * ``include/fastmm`` is copied into the wheel as ``fastmm/include/fastmm``.  Mapping it through ``package_dir`` would break
   editable installs.
 
-``FASTMM_SANITIZE=address,undefined`` builds with those sanitizers (``make asan``).  There is no ``-march=native``: the
+``FASTMM_SANITIZE=address,undefined`` builds with those sanitizers (``make asan``); ``FASTMM_ONLY=cast,tensor`` builds just
+those, for a developer whose other modules do not compile at the moment; ``FASTMM_WERROR=1`` makes warnings errors.  There is no ``-march=native``: the
 kernels choose their instruction set with target attributes, and the CPU is asked at run time.
 """
 
@@ -83,6 +84,8 @@ def extensions() -> list[Extension]:
     depends = sorted(str(p) for pattern in ("*.h", "*.pxd", "c/*.h") for p in NATIVE.glob(pattern))
     depends += sorted(map(str, HEADERS.glob("*.h")))
     compile_args, link_args = flags()
+    only = os.environ.get("FASTMM_ONLY")
+    wanted = set(only.split(",")) if only else set(modules)
     return [
         Extension(
             f"fastmm._native.{name}",
@@ -94,6 +97,7 @@ def extensions() -> list[Extension]:
             depends=depends,
         )
         for name, pyx in modules.items()
+        if name in wanted
     ]
 
 
