@@ -8,9 +8,10 @@ Three things need code:
 * ``include/fastmm`` is copied into the wheel as ``fastmm/include/fastmm``.  Mapping it through ``package_dir`` would break
   editable installs.
 
-``FASTMM_SANITIZE=address,undefined`` builds with those sanitizers (``make asan``); ``FASTMM_ONLY=cast,tensor`` builds just
-those, for a developer whose other modules do not compile at the moment; ``FASTMM_WERROR=1`` makes warnings errors.  There is no ``-march=native``: the
-kernels choose their instruction set with target attributes, and the CPU is asked at run time.
+``FASTMM_SANITIZE=address,undefined`` builds with those sanitizers (``make asan``).  ``FASTMM_ONLY=cast,tensor`` builds just
+those (``none``: not one), for a developer whose other modules do not compile at the moment.  ``FASTMM_WERROR=1`` makes
+warnings errors.  There is no ``-march=native``: the kernels choose their instruction set with target attributes, and the
+CPU is asked at run time.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def extensions() -> list[Extension]:
     depends += sorted(map(str, HEADERS.glob("*.h")))
     compile_args, link_args = flags()
     only = os.environ.get("FASTMM_ONLY")
-    wanted = set(only.split(",")) if only else set(modules)
+    wanted = set(only.split(",")) - {"none"} if only else set(modules)
+    if not wanted <= set(modules):
+        raise SystemExit(f"setup.py: FASTMM_ONLY={only}, but there is no such module; there are {sorted(modules)}")
     return [
         Extension(
             f"fastmm._native.{name}",
