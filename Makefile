@@ -119,7 +119,7 @@ asan-build: $(VENV)/.editable
 
 asan: asan-build ## the tests under the address and undefined-behaviour sanitizers
 	$(ASAN_ENV) $(PY) tools/check_sanitized.py
-	$(ASAN_ENV) $(PY) -m pytest -p no:cacheprovider $(ARGS)
+	$(ASAN_ENV) $(PY) -m pytest -p no:cacheprovider -m "not exhaustive and not no_asan" $(ARGS)
 
 fuzz: asan-build $(VENV_FUZZ)/.requirements ## mutate real frames under the sanitizers (FUZZ_SECONDS=60)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHON=$(abspath $(PY_FUZZ)) ASAN_LIB=$(abspath $(ASAN_LIB)) bash tests/fuzz/run.sh

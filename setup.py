@@ -26,8 +26,7 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
-# setuptools wants relative paths: a wheel or an sdist made of absolute ones can be built on one machine only.
-os.chdir(Path(__file__).resolve().parent)
+# Relative to the root: setuptools wants it so, an sdist made of absolute paths can be built on one machine only.
 NATIVE = Path("src/fastmm/_native")
 HEADERS = Path("include/fastmm")
 
@@ -126,12 +125,14 @@ class BuildPyWithHeaders(build_py):
         return {**super().get_output_mapping(), **self._headers()}
 
 
-setup(
-    ext_modules=cythonize(
-        extensions(),
-        build_dir=os.environ.get("FASTMM_CYTHON_DIR", "build/cython"),
-        include_path=["src"],
-        compiler_directives={"language_level": "3", "binding": True, "auto_pickle": False},
-    ),
-    cmdclass={"build_py": BuildPyWithHeaders},
-)
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parent)
+    setup(
+        ext_modules=cythonize(
+            extensions(),
+            build_dir=os.environ.get("FASTMM_CYTHON_DIR", "build/cython"),
+            include_path=["src"],
+            compiler_directives={"language_level": "3", "binding": True, "auto_pickle": False},
+        ),
+        cmdclass={"build_py": BuildPyWithHeaders},
+    )

@@ -124,6 +124,8 @@ def judge(found: Import, room: str, parts: tuple[str, ...]) -> Iterator[str]:
         yield f"{room} imports zmq; only transport does"
     if top == "vllm" and parts != ("integrations", "vllm.py"):
         yield f"{'/'.join(parts)} imports vllm; only integrations/vllm.py does"
+    if parts[-1].endswith(".pyi"):
+        return  # a stub is read by type checkers and never runs
     optional = top not in sys.stdlib_module_names | CYTHON_ITSELF | REQUIRED | {"zmq", "vllm"}
     if optional and found.module_scope and parts != ("integrations", "vllm.py"):
         yield f"imports {top} at module scope; it is optional, so import it where it is used"
