@@ -1,0 +1,577 @@
+"""Any tensor as a TensorView: numpy by its C API, torch and every other producer by DLPack.
+
+torch is never linked and never imported at module scope: its tensors are read through the exchange table that DLPack puts
+on the type.  Two things DLPack does not say are asked of torch itself: whether a tensor is lazily negated or conjugated
+(DLPack hands out the raw data without a word), and which storage owns the memory.
+"""
+
+cimport numpy as cnp
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.memoryview cimport PyMemoryView_FromObject, PyMemoryView_GET_BUFFER
+from cpython.object cimport PyTypeObject
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
+from libc.stdint cimport int64_t, uint8_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, strcpy
+
+import sys
+
+from fastmm.errors import EncodeError, SchemaError
+from fastmm.schema import WireTensor
+
+from .frame cimport frame_new
+
+cnp.import_array()
+
+cdef extern from "fastmm/dlpack.h" nogil:
+    const uint64_t FMM_DL_FLAG_READ_ONLY
+
+cdef extern from "fastmm/dtype.h" nogil:
+    cdef enum:
+        FMM_DTYPE_NONE
+        FMM_DTYPE_COUNT
+        FMM_CLASS_FLOAT
+        FMM_CLASS_COMPLEX
+    ctypedef struct fmm_dtype_info_t:
+        const char* name
+        uint8_t name_nbytes
+        uint8_t item_nbytes
+        uint8_t number_class
+        uint8_t dlpack_code
+        uint8_t dlpack_bits
+        char numpy_kind
+    const fmm_dtype_info_t fmm_dtype_infos[1]
+    int fmm_dtype_from_dlpack(uint8_t code, uint8_t bits, unsigned short lanes)
+    int fmm_dtype_from_name(const char* name, size_t name_nbytes)
+    int fmm_dtype_from_numpy(char kind, size_t item_nbytes)
+
+cdef extern from "fastmm/size.h" nogil:
+    bint fmm_mul_i64(int64_t a, int64_t b, int64_t* out)
+    bint fmm_shape_nelem(const int64_t* shape, int ndim, int64_t* out)
+
+cdef extern from "fastmm/strided.h" nogil:
+    bint fmm_strided_is_dense(int ndim, const int64_t* shape, const int64_t* strides, int64_t unit, int64_t item_nbytes)
+    void fmm_strided_copy(uint8_t* dst, const uint8_t* src, int ndim, const int64_t* shape, const int64_t* strides,
+                          int64_t unit, int64_t item_nbytes)
+
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
+    int METH_NOARGS
+    bint Py_IsInitialized() nogil
+    ctypedef int PyGILState_STATE
+    PyGILState_STATE PyGILState_Ensure() nogil
+    void PyGILState_Release(PyGILState_STATE) nogil
+
+cdef extern from *:
+    """
+    /* The C function behind a method descriptor without arguments, NULL when it is anything else. */
+    static PyCFunction fmm_noargs_function(PyObject *descriptor)
+    {
+        if (!Py_IS_TYPE(descriptor, &PyMethodDescr_Type)) return NULL;
+        PyMethodDef *method = ((PyMethodDescrObject *)descriptor)->d_method;
+        return (method->ml_flags & METH_NOARGS) ? method->ml_meth : NULL;
+    }
+    """
+    NoArgsMethod fmm_noargs_function(object descriptor)
+
+cdef int numpy_dtypes[64]  # numpy's type_num of the built-in types -> fmm_dtype_t
+cdef dict extension_dtypes = {}  # dtype objects of ml_dtypes -> fmm_dtype_t
+
+
+def _fill_numpy_dtypes():
+    cdef int number
+    cdef cnp.dtype descr
+    for number in range(64):
+        numpy_dtypes[number] = FMM_DTYPE_NONE
+    for code in "?bBhHiIlLqQefdFD":
+        descr = cnp.dtype(code)
+        numpy_dtypes[descr.type_num] = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
+
+
+_fill_numpy_dtypes()
+
+
+cdef Producer producer_of(type cls):
+    cdef Producer producer
+    cdef const fmm_dl_exchange_api_t* api
+    if cls is type(None) or issubclass(cls, type):
+        return None
+    if issubclass(cls, cnp.ndarray):
+        return producer_new(FAMILY_NUMPY)
+    if issubclass(cls, WireTensor):
+        return producer_new(FAMILY_WIRE)
+    capsule = getattr(cls, "__dlpack_c_exchange_api__", None)
+    if capsule is not None and PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
+        api = exchange_api(capsule)
+        if api is not NULL:
+            producer = producer_new(FAMILY_EXCHANGE)
+            producer.api = api
+            descriptors = [getattr(cls, name, None) for name in ("is_neg", "is_conj", "untyped_storage")]
+            producer.is_neg = fmm_noargs_function(descriptors[0])
+            producer.is_conj = fmm_noargs_function(descriptors[1])
+            producer.untyped_storage = fmm_noargs_function(descriptors[2])
+            producer.keepalive = (capsule, descriptors)
+            return producer
+    if hasattr(cls, "__dlpack__"):
+        return producer_new(FAMILY_DLPACK)
+    return None
+
+
+cdef Producer producer_new(Family family):
+    cdef Producer producer = Producer.__new__(Producer)
+    producer.family = family
+    return producer
+
+
+cdef const fmm_dl_exchange_api_t* exchange_api(object capsule) except? NULL:
+    """The table of our major version, walking back from a newer one; NULL when there is none."""
+    cdef const fmm_dl_exchange_header_t* header = <const fmm_dl_exchange_header_t*>PyCapsule_GetPointer(
+        capsule, "dlpack_exchange_api")
+    while header is not NULL and header.version.major > FMM_DLPACK_MAJOR:
+        header = header.prev_api
+    if header is NULL or header.version.major != FMM_DLPACK_MAJOR:
+        return NULL
+    return <const fmm_dl_exchange_api_t*>header
+
+
+cdef int tensor_view(Producer producer, PyObject* obj, TensorView* view) except -1:
+    view.holder = NULL
+    view.numpy_style = False
+    view.swapped = False
+    if producer.family == FAMILY_EXCHANGE:
+        return view_exchange(producer, obj, view)
+    if producer.family == FAMILY_NUMPY:
+        return view_numpy(obj, view)
+    if producer.family == FAMILY_WIRE:
+        return view_wire(<object>obj, view)
+    if producer.family == FAMILY_DLPACK:
+        return view_dlpack(<object>obj, view)
+    return view_buffer(<object>obj, view)
+
+
+cdef void tensor_view_clear(TensorView* view) noexcept:
+    Py_XDECREF(view.holder)
+    view.holder = NULL
+
+
+cdef int hold(TensorView* view, object holder) except -1:
+    Py_INCREF(holder)
+    view.holder = <PyObject*>holder
+    return 0
+
+
+# --- torch, and whoever else puts the exchange table on the type ------------------------------------------------------
+
+
+cdef int view_exchange(Producer producer, PyObject* obj, TensorView* view) except -1:
+    cdef fmm_dl_tensor_t tensor
+    cdef fmm_dl_managed_t* managed = NULL
+    cdef PyObject* answer
+    if producer.api.dltensor_from_py_object_no_sync is not NULL:
+        try:
+            producer.api.dltensor_from_py_object_no_sync(obj, &tensor)
+        except Exception as error:
+            raise refusal(<object>obj, error) from None
+        view.writable = True
+    else:
+        try:
+            producer.api.managed_tensor_from_py_object_no_sync(obj, &managed)
+        except Exception as error:
+            raise refusal(<object>obj, error) from None
+        hold(view, PyCapsule_New(managed, "fastmm.managed", release_managed))
+        tensor = managed.tensor
+        view.writable = not managed.flags & FMM_DL_FLAG_READ_ONLY
+    view_from_dlpack(&tensor, view)
+    if tensor.device.device_type != FMM_DL_CPU and not host_readable(tensor.device.device_type):
+        return view_device(producer, <object>obj, view)
+    if view.dtype == FMM_DTYPE_NONE:
+        raise refusal(<object>obj, None)
+    # A negated or conjugated view of complex numbers is lazy: its memory does not hold what it shows.
+    if producer.is_neg is not NULL and fmm_dtype_infos[view.dtype].number_class >= FMM_CLASS_FLOAT:
+        answer = producer.is_neg(obj, NULL)
+        Py_DECREF(<object>answer)
+        if answer == <PyObject*>True:
+            raise SchemaError("expected a tensor whose memory holds its values, got one with the negative bit set: "
+                              "call .resolve_neg() first")
+        if fmm_dtype_infos[view.dtype].number_class == FMM_CLASS_COMPLEX and producer.is_conj is not NULL:
+            answer = producer.is_conj(obj, NULL)
+            Py_DECREF(<object>answer)
+            if answer == <PyObject*>True:
+                raise SchemaError("expected a tensor whose memory holds its values, got a lazily conjugated one: "
+                                  "call .resolve_conj() first")
+    return 0
+
+
+cdef bint host_readable(int device_type) noexcept:
+    return device_type in (FMM_DL_CPU, FMM_DL_CUDA_HOST, FMM_DL_ROCM_HOST, FMM_DL_CUDA_MANAGED)
+
+
+cdef int view_device(Producer producer, object tensor, TensorView* view) except -1:
+    """A tensor on another device is brought to the host; the copy is the view's holder."""
+    cdef object copy = tensor.detach().cpu()
+    tensor_view_clear(view)
+    tensor_view(producer_of(type(copy)), <PyObject*>copy, view)
+    if view.holder is NULL:
+        hold(view, copy)
+    view.writable = False  # the caller's memory is on the device: a cast in place would not reach it
+    return 0
+
+
+cdef int view_from_dlpack(const fmm_dl_tensor_t* tensor, TensorView* view) except -1:
+    cdef int dtype = fmm_dtype_from_dlpack(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
+    view.dtype = dtype
+    view.item_nbytes = fmm_dtype_infos[dtype].item_nbytes if dtype != FMM_DTYPE_NONE else 1
+    view.data = <uint8_t*>tensor.data + tensor.byte_offset
+    view.ndim = tensor.ndim
+    view.shape = tensor.shape
+    view.strides = tensor.strides
+    view.stride_unit_nbytes = view.item_nbytes
+    return measure(view)
+
+
+cdef int measure(TensorView* view) except -1:
+    """Sizes, checked, and whether the memory is dense.  A dense view forgets its strides."""
+    if view.ndim < 0 or view.ndim > MAX_NDIM:
+        raise SchemaError(f"expected at most {MAX_NDIM} dimensions, got {view.ndim}")
+    if not fmm_shape_nelem(view.shape, view.ndim, &view.nelem) or not fmm_mul_i64(view.nelem, view.item_nbytes, &view.nbytes):
+        raise SchemaError("expected a shape whose size in bytes fits 63 bits, got a larger one")
+    view.dense = view.strides is NULL or view.nelem < 2 or fmm_strided_is_dense(
+        view.ndim, view.shape, view.strides, view.stride_unit_nbytes, view.item_nbytes)
+    if view.dense:
+        view.strides = NULL
+    return 0
+
+
+def refusal(tensor, error):
+    """Why a tensor cannot be viewed, in one sentence.  ``error`` is the producer's own, often pages of C++ frames."""
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    expected = "expected a dense tensor in host memory"
+    for attribute, word, advice in (
+        ("is_quantized", "a quantized tensor", "send its integers and scales as tensors of their own"),
+        ("is_nested", "a nested tensor", "send a list of tensors"),
+        ("is_meta", "a meta tensor, which has no data", "materialise it"),
+        ("is_sparse", "a sparse tensor", "call .to_dense() first"),
+        ("is_sparse_csr", "a sparse tensor", "call .to_dense() first"),
+    ):
+        try:
+            if getattr(tensor, attribute, False):
+                return SchemaError(f"{expected}, got {word}: {advice}")
+        except Exception:
+            continue
+    dtype = getattr(tensor, "dtype", "unknown")
+    reason = str(error).partition("\n")[0][:200] if error is not None else "no such type on the wire"
+    return SchemaError(f"{expected}, got a {kind} of dtype {dtype} ({reason})")
+
+
+# --- numpy, buffers, WireTensor, slow DLPack ----------------------------------------------------------------------------
+
+
+cdef int view_numpy(PyObject* obj, TensorView* view) except -1:
+    cdef cnp.ndarray array = <cnp.ndarray>obj
+    cdef cnp.dtype descr
+    cdef int number = cnp.PyArray_TYPE(array)
+    cdef int flags = cnp.PyArray_FLAGS(array)
+    view.numpy_style = True
+    if 0 <= number < 64 and numpy_dtypes[number] != FMM_DTYPE_NONE:
+        view.dtype = numpy_dtypes[number]
+        view.item_nbytes = fmm_dtype_infos[view.dtype].item_nbytes
+    else:
+        descr = <cnp.dtype><object><PyObject*>cnp.PyArray_DESCR(array)
+        view.dtype = dtype_of_extension(descr)
+        view.item_nbytes = <int>descr.itemsize
+        if view.dtype != FMM_DTYPE_NONE:
+            view.numpy_style = False  # bfloat16 and float8 have no name of numpy's
+        elif chr(descr.kind) not in "SUfc":
+            raise SchemaError(f"expected an array of numbers, bools or strings, got dtype {descr}")
+        elif view.item_nbytes == 0:
+            raise SchemaError(f"expected an array whose items have a size, got dtype {descr}")
+    view.swapped = not cnp.PyArray_ISNOTSWAPPED(array)
+    view.data = cnp.PyArray_DATA(array)
+    view.ndim = cnp.PyArray_NDIM(array)
+    view.shape = <const int64_t*>cnp.PyArray_DIMS(array)
+    view.strides = NULL if flags & cnp.NPY_ARRAY_C_CONTIGUOUS else <int64_t*>cnp.PyArray_STRIDES(array)
+    view.stride_unit_nbytes = 1
+    view.writable = (flags & cnp.NPY_ARRAY_WRITEABLE) != 0
+    return measure(view)
+
+
+cdef int dtype_of_extension(cnp.dtype descr) except -2:
+    """The row of a type that ml_dtypes adds to numpy, by its name; FMM_DTYPE_NONE for all others."""
+    cdef Py_ssize_t nbytes
+    cdef const char* name
+    if descr.type_num < 256:  # NPY_USERDEF: below are numpy's own
+        return FMM_DTYPE_NONE
+    found = extension_dtypes.get(descr)
+    if found is None:
+        name = PyUnicode_AsUTF8AndSize(descr.name, &nbytes)
+        found = fmm_dtype_from_name(name, nbytes)
+        extension_dtypes[descr] = found
+    return found
+
+
+cdef int view_buffer(object obj, TensorView* view) except -1:
+    cdef cnp.ndarray array
+    try:
+        array = cnp.PyArray_FROM_O(memoryview(obj))
+    except Exception as error:
+        raise SchemaError(f"expected a buffer of numbers, got a {type(obj).__qualname__} ({error})") from None
+    view_numpy(<PyObject*>array, view)
+    return hold(view, array)
+
+
+cdef int view_wire(object tensor, TensorView* view) except -1:
+    """A WireTensor checked its own sizes when it was made; they are checked again, for its fields can be set."""
+    cdef Py_ssize_t name_nbytes
+    cdef const char* name
+    cdef object memory = PyMemoryView_FromObject(tensor.data)
+    cdef Py_buffer* buffer = PyMemoryView_GET_BUFFER(memory)
+    cdef int64_t* shape
+    cdef cnp.dtype descr
+    name = PyUnicode_AsUTF8AndSize(tensor.dtype, &name_nbytes)
+    view.dtype = fmm_dtype_from_name(name, name_nbytes)
+    if view.dtype == FMM_DTYPE_NONE:
+        try:
+            descr = cnp.dtype(tensor.dtype)
+        except TypeError:
+            raise SchemaError(f"expected a dtype name of torch or numpy, got {tensor.dtype!r}") from None
+        if chr(descr.kind) not in "biufcSU" or descr.itemsize == 0:
+            raise SchemaError(f"expected a tensor of numbers, bools or strings, got dtype {tensor.dtype!r}")
+        view.dtype = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
+        view.item_nbytes = <int>descr.itemsize
+        view.swapped = descr.byteorder == c">"
+        view.numpy_style = True
+    else:
+        view.item_nbytes = fmm_dtype_infos[view.dtype].item_nbytes
+    # The shape's integers need a home that lives as long as the view: a bytes object beside the memory.
+    dims = tuple(tensor.shape)
+    if len(dims) > MAX_NDIM:
+        raise SchemaError(f"expected at most {MAX_NDIM} dimensions, got {len(dims)}")
+    home = bytes(8 * len(dims) + 8)
+    shape = <int64_t*><char*>home
+    for axis, extent in enumerate(dims):
+        if not isinstance(extent, int) or not 0 <= extent < 1 << 63:
+            raise SchemaError(f"expected extents >= 0 in the shape of a WireTensor, got {dims}")
+        shape[axis] = extent
+    view.data = buffer.buf
+    view.ndim = len(dims)
+    view.shape = shape
+    view.strides = NULL
+    view.stride_unit_nbytes = view.item_nbytes
+    view.writable = not buffer.readonly
+    measure(view)
+    if not memory.c_contiguous:
+        raise SchemaError("expected contiguous data in a WireTensor")
+    if view.nbytes != buffer.len:
+        raise SchemaError(f"expected {view.nbytes} bytes for {tensor.dtype} of shape {dims}, got {buffer.len}")
+    return hold(view, (memory, home))
+
+
+cdef int view_dlpack(object obj, TensorView* view) except -1:
+    """The slow way, one capsule per tensor.  The capsule is kept unused, so that its own destructor frees it."""
+    cdef fmm_dl_managed_t* managed
+    cdef fmm_dl_tensor_t* tensor
+    try:
+        device_type = obj.__dlpack_device__()[0]
+        if not host_readable(device_type):
+            raise SchemaError(f"expected a tensor in host memory, got DLPack device type {device_type}")
+        try:
+            capsule = obj.__dlpack__(max_version=(FMM_DLPACK_MAJOR, FMM_DLPACK_MINOR))
+        except TypeError:
+            capsule = obj.__dlpack__()  # a producer from before DLPack 1.0
+    except SchemaError:
+        raise
+    except Exception as error:
+        raise refusal(obj, error) from None
+    if PyCapsule_IsValid(capsule, "dltensor_versioned"):
+        managed = <fmm_dl_managed_t*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
+        if managed.version.major != FMM_DLPACK_MAJOR:
+            raise SchemaError(f"expected DLPack {FMM_DLPACK_MAJOR}.x, got {managed.version.major}.{managed.version.minor}")
+        tensor = &managed.tensor
+        view.writable = not managed.flags & FMM_DL_FLAG_READ_ONLY
+    else:
+        tensor = <fmm_dl_tensor_t*>PyCapsule_GetPointer(capsule, "dltensor")  # the tensor comes first in this struct
+        view.writable = False  # the old capsule cannot say
+    view_from_dlpack(tensor, view)
+    if view.dtype == FMM_DTYPE_NONE:
+        raise refusal(obj, None)
+    return hold(view, capsule)
+
+
+cdef object tensor_owner(Producer producer, PyObject* obj, TensorView* view):
+    cdef PyObject* storage
+    if view.holder is not NULL:
+        return <object>view.holder
+    if producer.untyped_storage is not NULL:
+        storage = producer.untyped_storage(obj, NULL)
+        owner = <object>storage
+        Py_DECREF(owner)  # `owner` holds it now
+        return owner
+    return <object>obj
+
+
+cdef int numpy_name(PyObject* obj, TensorView* view, char* name) except -1:
+    """As numpy's own `dtype.str`: byte order, kind, size (characters for "U")."""
+    cdef char order, kind
+    cdef int size = view.item_nbytes
+    if view.dtype != FMM_DTYPE_NONE:
+        kind = fmm_dtype_infos[view.dtype].numpy_kind
+    else:
+        kind = (<cnp.dtype><object><PyObject*>cnp.PyArray_DESCR(<cnp.ndarray>obj)).kind
+    if kind == c"U":
+        size //= 4
+        order = c">" if view.swapped else c"<"
+    else:
+        order = c"|" if view.item_nbytes == 1 or kind == c"S" else c">" if view.swapped else c"<"
+    return write_name(name, order, kind, size)
+
+
+cdef extern from *:
+    """
+    #include <stdio.h>
+    /* Room for 24 bytes: two letters and the digits of an int. */
+    static int fmm_write_name(char *name, char order, char kind, int size)
+    {
+        if (size < 10) {
+            name[0] = order; name[1] = kind; name[2] = (char)('0' + size); name[3] = 0;
+            return 3;
+        }
+        return snprintf(name, 24, "%c%c%d", order, kind, size);
+    }
+    """
+    int write_name "fmm_write_name"(char* name, char order, char kind, int size)
+
+
+cdef void tensor_gather(const TensorView* view, void* out) noexcept nogil:
+    if view.nelem == 0:
+        return
+    if view.dense:
+        memcpy(out, view.data, view.nbytes)
+    else:
+        fmm_strided_copy(<uint8_t*>out, <const uint8_t*>view.data, view.ndim, view.shape, view.strides,
+                         view.stride_unit_nbytes, view.item_nbytes)
+
+
+# --- tensors over memory that is already there ------------------------------------------------------------------------
+
+cdef object ml_dtypes_module = None  # False: looked for and not there
+cdef const fmm_dl_exchange_api_t* torch_exchange_api = NULL
+cdef object torch_capsule = None
+
+
+cdef const fmm_dl_exchange_api_t* torch_api() except NULL:
+    global torch_exchange_api, torch_capsule
+    if torch_exchange_api is NULL:
+        try:
+            import torch
+        except ImportError:
+            raise SchemaError("expected torch to be installed for tensors='torch': install fastmm[torch], or ask for "
+                              "tensors='numpy' or 'wire'") from None
+        capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        if capsule is not None:
+            torch_exchange_api = exchange_api(capsule)
+        if torch_exchange_api is NULL:
+            raise SchemaError(f"expected a torch with the DLPack C exchange API (2.10 or newer), got {torch.__version__}")
+        torch_capsule = capsule
+    return torch_exchange_api
+
+
+cdef object tensor_make(Family family, void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly):
+    if family == FAMILY_EXCHANGE:
+        return make_torch(data, dtype, ndim, shape, owner, readonly)
+    if family == FAMILY_NUMPY or family == FAMILY_BUFFER or family == FAMILY_DLPACK:
+        descr = numpy_descr(dtype)
+        if descr is not None:
+            return make_numpy(data, descr, ndim, shape, owner, readonly)
+    cdef int64_t nelem = 0
+    fmm_shape_nelem(shape, ndim, &nelem)
+    frame = frame_new(data, nelem * fmm_dtype_infos[dtype].item_nbytes, owner)
+    return WireTensor((<bytes>fmm_dtype_infos[dtype].name).decode(), tuple([shape[axis] for axis in range(ndim)]), frame)
+
+
+cdef object numpy_descr(int dtype):
+    global ml_dtypes_module
+    cdef const fmm_dtype_info_t* info = &fmm_dtype_infos[dtype]
+    if info.numpy_kind:
+        return cnp.dtype(f"{chr(info.numpy_kind)}{info.item_nbytes}")
+    if ml_dtypes_module is None:
+        try:
+            import ml_dtypes
+            ml_dtypes_module = ml_dtypes
+        except ImportError:
+            ml_dtypes_module = False
+    if ml_dtypes_module is False:
+        return None
+    found = getattr(ml_dtypes_module, (<bytes>info.name).decode(), None)
+    return cnp.dtype(found) if found is not None else None
+
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int, object)
+    PyTypeObject PyArray_Type
+
+
+cdef object make_numpy(void* data, cnp.dtype descr, int ndim, const int64_t* shape, object owner, bint readonly):
+    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS | (0 if readonly else cnp.NPY_ARRAY_WRITEABLE)
+    Py_INCREF(descr)  # the next call steals it
+    array = PyArray_NewFromDescr(&PyArray_Type, descr, ndim, <cnp.npy_intp*>shape, NULL, data, flags, None)
+    cnp.set_array_base(array, owner)
+    return array
+
+
+cdef struct Export:  # what stands behind a DLPack tensor of ours
+    fmm_dl_managed_t managed
+    PyObject* owner  # counted
+    int64_t dims[1]  # shape, then strides
+
+
+cdef void release_export(fmm_dl_managed_t* managed) noexcept with gil:
+    """The consumer's last holder let go, on any thread, with or without the GIL."""
+    cdef Export* export = <Export*>managed
+    Py_DECREF(<object>export.owner)
+    free(export)
+
+
+cdef void release_managed(object capsule) noexcept:
+    cdef fmm_dl_managed_t* managed = <fmm_dl_managed_t*>PyCapsule_GetPointer(capsule, "fastmm.managed")
+    if managed.deleter is not NULL:
+        managed.deleter(managed)
+
+
+cdef object make_torch(void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly):
+    cdef const fmm_dl_exchange_api_t* api = torch_api()
+    cdef Export* export = <Export*>malloc(sizeof(Export) + 2 * ndim * sizeof(int64_t))
+    cdef int64_t stride = 1
+    cdef int axis
+    cdef void* made = NULL
+    if export is NULL:
+        raise MemoryError()
+    for axis in range(ndim - 1, -1, -1):
+        export.dims[axis] = shape[axis]
+        export.dims[ndim + axis] = stride
+        stride *= shape[axis] if shape[axis] > 1 else 1
+    export.managed.version.major = FMM_DLPACK_MAJOR
+    export.managed.version.minor = 0
+    export.managed.manager_ctx = export
+    export.managed.deleter = release_export
+    export.managed.flags = 0  # torch has no read-only tensors: what decodes over read-only memory is so by contract
+    export.managed.tensor.data = data
+    export.managed.tensor.device.device_type = FMM_DL_CPU
+    export.managed.tensor.device.device_id = 0
+    export.managed.tensor.ndim = ndim
+    export.managed.tensor.dtype.code = fmm_dtype_infos[dtype].dlpack_code
+    export.managed.tensor.dtype.bits = fmm_dtype_infos[dtype].dlpack_bits
+    export.managed.tensor.dtype.lanes = 1
+    export.managed.tensor.shape = export.dims
+    export.managed.tensor.strides = export.dims + ndim
+    export.managed.tensor.byte_offset = 0
+    Py_INCREF(owner)
+    export.owner = <PyObject*>owner
+    try:
+        api.managed_tensor_to_py_object_no_sync(&export.managed, &made)
+    except BaseException:
+        release_export(&export.managed)
+        raise
+    tensor = <object><PyObject*>made
+    Py_DECREF(tensor)
+    return tensor
