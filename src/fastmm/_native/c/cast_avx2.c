@@ -1,0 +1,218 @@
+/* AVX2 kernels, with F16C for float16.
+ *
+ * A step reads 128 bytes and then writes 64, so that it works in place; tails go element by element by the rule itself.
+ * F16C keeps NaN payloads as the rule wants. Conversions run under a neutral MXCSR: the thread's rounding, flushing and
+ * trapping modes neither change the result nor see a flag.
+ */
+#include "cast_tables.h"
+#include "fastmm/cast_one.h"
+
+#ifdef FMM_CAST_HAVE_X86
+
+#include <immintrin.h>
+#include <string.h>
+
+#define TARGET __attribute__((target("avx2,f16c")))
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+/* As in cast_avx512.c. */
+#define AHEAD_FROM_CACHE_NBYTES 2048
+#define AHEAD_FROM_MEMORY_NBYTES 8192
+#define FROM_CACHE_MAX_NELEM ((size_t)2 << 20)
+
+/* The memory clobbers keep each conversion, between its load and its store, inside the pair. */
+#define MXCSR_ENTER()                     \
+    const unsigned saved = _mm_getcsr();  \
+    const unsigned neutral = 0x1f80;      \
+    __asm__ volatile("ldmxcsr %0" : : "m"(neutral) : "memory")
+#define MXCSR_LEAVE() __asm__ volatile("ldmxcsr %0" : : "m"(saved) : "memory")
+
+/* Rounded bits moved down: each lane holds its bfloat16 in the lower half, zeros above. */
+INLINE __m256i round_to_bf16(__m256i bits)
+{
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quieted = _mm256_or_si256(bits, _mm256_set1_epi32(0x00400000));
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quieted, nan), 16);
+}
+
+/* 16 elements with a NaN among them; the pack works within 128-bit lanes, hence the permutation. */
+INLINE __m256i bf16_from_2_with_nan(__m256i first, __m256i second)
+{
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_to_bf16(first), round_to_bf16(second)), 0xd8);
+}
+
+/* 16 elements. Without a NaN among them, half as many instructions do: take the halves apart first, lanes of the two
+ * vectors in turn, round 16 words at once, and put them in order last. avg(lower, 0x7ffe + odd) is
+ * (lower + 0x7fff + odd) >> 1, so its top bit is the carry into the upper half. */
+INLINE __m256i bf16_from_2(const unsigned char *from)
+{
+    const __m256i first = _mm256_loadu_si256((const void *)from);
+    const __m256i second = _mm256_loadu_si256((const void *)(from + 32));
+    const __m256 nan = _mm256_cmp_ps(_mm256_castsi256_ps(first), _mm256_castsi256_ps(second), _CMP_UNORD_Q);
+    if (__builtin_expect(_mm256_movemask_ps(nan), 0)) return bf16_from_2_with_nan(first, second);
+    const __m256i upper = _mm256_blend_epi16(_mm256_srli_epi32(first, 16), second, 0xaa);
+    const __m256i lower = _mm256_blend_epi16(first, _mm256_slli_epi32(second, 16), 0xaa);
+    const __m256i odd = _mm256_and_si256(upper, _mm256_set1_epi16(1));
+    const __m256i average = _mm256_avg_epu16(lower, _mm256_or_si256(odd, _mm256_set1_epi16(0x7ffe)));
+    const __m256i rounded = _mm256_sub_epi16(upper, _mm256_srai_epi16(average, 15));
+    const __m256i in_order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,
+                                              0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(rounded, in_order), 0xd8);
+}
+
+INLINE __m256i f16_from_2(const unsigned char *from)
+{
+    const __m128i low = _mm256_cvtps_ph(_mm256_loadu_ps((const void *)from), _MM_FROUND_TO_NEAREST_INT);
+    const __m128i high = _mm256_cvtps_ph(_mm256_loadu_ps((const void *)(from + 32)), _MM_FROUND_TO_NEAREST_INT);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+
+/* to_f16 is a constant where these are inlined, so that each kernel holds one conversion only. */
+INLINE __m256i narrow_2(const unsigned char *from, int to_f16)
+{
+    return to_f16 ? f16_from_2(from) : bf16_from_2(from);
+}
+
+INLINE void narrow_tail(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
+{
+    for (size_t i = 0; i < nelem; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + 4 * i, sizeof bits);
+        const uint16_t half = to_f16 ? fmm_f16_from_f32(bits) : fmm_bf16_from_f32(bits);
+        memcpy(to + 2 * i, &half, sizeof half);
+    }
+}
+
+INLINE size_t prefetch_distance(size_t nelem)
+{
+    return nelem <= FROM_CACHE_MAX_NELEM ? AHEAD_FROM_CACHE_NBYTES : AHEAD_FROM_MEMORY_NBYTES;
+}
+
+INLINE void prefetch_step(const unsigned char *ahead)
+{
+    _mm_prefetch(ahead, _MM_HINT_T0);
+    _mm_prefetch(ahead + 64, _MM_HINT_T0);
+}
+
+INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
+{
+    const size_t ahead = prefetch_distance(nelem);
+    MXCSR_ENTER();
+    for (; nelem >= 32; nelem -= 32, from += 128, to += 64) {
+        prefetch_step(from + ahead);
+        const __m256i first = narrow_2(from, to_f16);
+        const __m256i second = narrow_2(from + 64, to_f16);
+        _mm256_storeu_si256((void *)to, first);
+        _mm256_storeu_si256((void *)(to + 32), second);
+    }
+    MXCSR_LEAVE();
+    narrow_tail(from, to, nelem, to_f16);
+}
+
+INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
+{
+    if ((uintptr_t)to & 1) { /* no whole elements lead to a cache line's start */
+        narrow(from, to, nelem, to_f16);
+        return;
+    }
+    const size_t ahead = prefetch_distance(nelem);
+    const size_t to_line = (size_t)(-(uintptr_t)to & 63) / 2;
+    const size_t head = to_line < nelem ? to_line : nelem;
+    narrow_tail(from, to, head, to_f16);
+    from += 4 * head, to += 2 * head, nelem -= head;
+    MXCSR_ENTER();
+    for (; nelem >= 32; nelem -= 32, from += 128, to += 64) {
+        prefetch_step(from + ahead);
+        _mm256_stream_si256((void *)to, narrow_2(from, to_f16));
+        _mm256_stream_si256((void *)(to + 32), narrow_2(from + 64, to_f16));
+    }
+    MXCSR_LEAVE();
+    _mm_sfence(); /* streaming stores are weakly ordered: publish them before the caller hands the buffer on */
+    narrow_tail(from, to, nelem, to_f16);
+}
+
+TARGET static void cast_f32_to_bf16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 0); }
+TARGET static void cast_f32_to_f16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 1); }
+
+TARGET static void cast_f32_to_bf16_stream(const void *src, void *dst, size_t nelem)
+{
+    narrow_stream(src, dst, nelem, 0);
+}
+
+TARGET static void cast_f32_to_f16_stream(const void *src, void *dst, size_t nelem)
+{
+    narrow_stream(src, dst, nelem, 1);
+}
+
+TARGET static void cast_f64_to_f32(const void *src, void *dst, size_t nelem)
+{
+    const unsigned char *from = src;
+    unsigned char *to = dst;
+    MXCSR_ENTER();
+    for (; nelem >= 4; nelem -= 4, from += 32, to += 16)
+        _mm_storeu_ps((void *)to, _mm256_cvtpd_ps(_mm256_loadu_pd((const void *)from)));
+    MXCSR_LEAVE();
+    for (size_t i = 0; i < nelem; i++) {
+        uint64_t bits;
+        memcpy(&bits, from + 8 * i, sizeof bits);
+        const uint32_t single = fmm_f32_from_f64(bits);
+        memcpy(to + 4 * i, &single, sizeof single);
+    }
+}
+
+TARGET static void cast_f16_to_f32(const void *src, void *dst, size_t nelem)
+{
+    const unsigned char *from = src;
+    unsigned char *to = dst;
+    MXCSR_ENTER();
+    for (; nelem >= 8; nelem -= 8, from += 16, to += 32)
+        _mm256_storeu_ps((void *)to, _mm256_cvtph_ps(_mm_loadu_si128((const void *)from)));
+    MXCSR_LEAVE();
+    for (size_t i = 0; i < nelem; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, sizeof half);
+        const uint32_t single = fmm_f32_from_f16(half);
+        memcpy(to + 4 * i, &single, sizeof single);
+    }
+}
+
+TARGET static void cast_bf16_to_f32(const void *src, void *dst, size_t nelem)
+{
+    const unsigned char *from = src;
+    unsigned char *to = dst;
+    for (; nelem >= 8; nelem -= 8, from += 16, to += 32) {
+        const __m256i half = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
+        const __m256i wide = _mm256_slli_epi32(half, 16);
+        const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi32(0x7fffffff));
+        const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+        const __m256i quiet = _mm256_and_si256(nan, _mm256_set1_epi32(0x00400000));
+        _mm256_storeu_si256((void *)to, _mm256_or_si256(wide, quiet));
+    }
+    for (size_t i = 0; i < nelem; i++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * i, sizeof half);
+        const uint32_t single = fmm_f32_from_bf16(half);
+        memcpy(to + 4 * i, &single, sizeof single);
+    }
+}
+
+const fmm_cast_table_t fmm_cast_table_avx2 = {
+    .name = "avx2",
+    .features = FMM_CPU_AVX2 | FMM_CPU_F16C,
+    .f32_to_bf16 = cast_f32_to_bf16,
+    .f32_to_f16 = cast_f32_to_f16,
+    .f32_to_bf16_stream = cast_f32_to_bf16_stream,
+    .f32_to_f16_stream = cast_f32_to_f16_stream,
+    .f64_to_f32 = cast_f64_to_f32,
+    .f16_to_f32 = cast_f16_to_f32,
+    .bf16_to_f32 = cast_bf16_to_f32,
+};
+
+#else
+
+typedef int fmm_cast_avx2_not_in_this_build; /* ISO C wants a declaration in every file */
+
+#endif
