@@ -106,12 +106,12 @@ types: build ## mypy --strict, and each stub against its compiled module
 	$(VENV)/bin/stubtest $(NATIVE_MODULES)
 
 # The sanitizer build lies beside the ordinary one; PYTHONPATH puts it before the editable install.
-ASAN_LIB := build/asan/lib
+ASAN_LIB   := build/asan/lib
+PRELOAD     = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
 # Leaks are counted by the tests themselves: the interpreter keeps too much for LeakSanitizer to say anything useful.
-ASAN_ENV  = FASTMM_SANITIZED=1 PYTHONPATH=$(abspath $(ASAN_LIB)) PYTHONMALLOC=malloc \
-            LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-            ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1 \
-            UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+SANITIZERS  = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:detect_stack_use_after_return=1:strict_string_checks=1 \
+              UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+ASAN_ENV    = FASTMM_SANITIZED=1 PYTHONPATH=$(abspath $(ASAN_LIB)) PYTHONMALLOC=malloc LD_PRELOAD="$(PRELOAD)" $(SANITIZERS)
 
 asan-build: $(VENV)/.editable
 	@FASTMM_SANITIZE=address,undefined FASTMM_CYTHON_DIR=build/asan/cython $(LOCK) $(PY) setup.py --quiet \
@@ -121,12 +121,14 @@ asan: asan-build ## the tests under the address and undefined-behaviour sanitize
 	$(ASAN_ENV) $(PY) tools/check_sanitized.py
 	$(ASAN_ENV) $(PY) -m pytest -p no:cacheprovider -m "not exhaustive and not no_asan" $(ARGS)
 
+# The script starts $$PYTHON with PYTHONPATH=$$ASAN_LIB and LD_PRELOAD=$$PRELOAD, and stops after $$FUZZ_SECONDS.
 fuzz: asan-build $(VENV_FUZZ)/.requirements ## mutate real frames under the sanitizers (FUZZ_SECONDS=60)
-	FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHON=$(abspath $(PY_FUZZ)) ASAN_LIB=$(abspath $(ASAN_LIB)) bash tests/fuzz/run.sh
+	FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHON=$(abspath $(PY_FUZZ)) ASAN_LIB=$(abspath $(ASAN_LIB)) PRELOAD="$(PRELOAD)" \
+	    FASTMM_SANITIZED=1 PYTHONMALLOC=malloc $(SANITIZERS) bash tests/fuzz/run.sh
 
 wheel: $(VENV)/.editable ## sdist, and a wheel made from the sdist, in dist/
 	rm -rf dist
-	$(PY) -m build --no-isolation --outdir dist .
+	$(PY) -m build --quiet --no-isolation --outdir dist .
 
 wheel-check: wheel ## install the wheel into a clean environment and try it
 	PYTHON=$(PYTHON) bash tools/wheel_check.sh
