@@ -78,7 +78,7 @@ test-vllm: build $(VENV_VLLM)/.editable ## the tests against the real vLLM, in a
 test-neon: ## cross-compile the aarch64 kernels and run them under qemu-user
 	bash tests/neon/run.sh
 
-test-pythons: ## build and test under every interpreter of PYTHONS
+test-pythons: wheel ## build and test under every interpreter of PYTHONS
 	PYTHONS="$(PYTHONS)" bash tools/test_pythons.sh
 
 bench: build $(VENV_VLLM)/.editable ## measure against vLLM, msgspec, torch, numpy, ml_dtypes

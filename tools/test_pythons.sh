@@ -20,7 +20,7 @@ for python in $pythons; do
     test -x "$work/venv/bin/python" || "$python" -m venv "$work/venv"
     venv=$(cd "$work" && pwd)/venv/bin/python
     "$venv" -m pip --disable-pip-version-check --quiet install -r requirements/build.txt -r requirements/pythons.txt
-    # Its own build directories, so that no object of another interpreter is taken up.
-    FASTMM_CYTHON_DIR=$work/cython "$venv" setup.py --quiet build --build-base "$work" --build-lib "$work/lib"
-    PYTHONPATH=$here/$work/lib "$venv" -m pytest -q -p no:cacheprovider tests
+    # From the sdist, in a directory of its own: no object of another interpreter, no file that is not shipped.
+    "$venv" -m pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps --force-reinstall dist/fastmm-*.tar.gz
+    "$venv" -m pytest -q -p no:cacheprovider tests
 done
