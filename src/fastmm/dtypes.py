@@ -113,7 +113,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise CompatError(f"numpy has no dtype {name!r} by itself: install ml_dtypes, or use the torch form") from None
-    return np.dtype(getattr(ml_dtypes, row.ml_dtypes_name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.ml_dtypes_name))
+    return found
 
 
 def item_nbytes(name: str) -> int:

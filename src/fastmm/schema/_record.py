@@ -69,4 +69,4 @@ class Record:
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None

@@ -65,8 +65,7 @@ class RepetitionDetectionParams(Record):
     def __post_init__(self) -> None:
         if not 0 <= self.min_pattern_size <= self.max_pattern_size:
             raise SchemaValueError(
-                f"0 <= min_pattern_size <= max_pattern_size must hold, got {self.min_pattern_size} and "
-                f"{self.max_pattern_size}",
+                f"0 <= min_pattern_size <= max_pattern_size must hold, got {self.min_pattern_size} and {self.max_pattern_size}",
                 path="RepetitionDetectionParams",
             )
         if self.max_pattern_size > 0 and self.min_count < 2:

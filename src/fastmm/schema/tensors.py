@@ -70,9 +70,7 @@ class WireTensor:
             error.path = "WireTensor.dtype"
             raise
         except TypeError:
-            raise SchemaError(
-                f"shape must be a sequence of int, not {type(shape).__name__}", path="WireTensor.shape"
-            ) from None
+            raise SchemaError(f"shape must be a sequence of int, not {type(shape).__name__}", path="WireTensor.shape") from None
         for extent in extents:
             if not isinstance(extent, (int, np.integer)) or isinstance(extent, bool):
                 raise SchemaError(f"an extent must be an int, not {type(extent).__name__}", path="WireTensor.shape")
@@ -113,7 +111,7 @@ class WireTensor:
             return NotImplemented
         return self.dtype == other.dtype and self.shape == other.shape and self.data == other.data
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def numpy(self) -> np.ndarray[Any, np.dtype[Any]]:
         """The tensor as a numpy array.
@@ -164,7 +162,9 @@ class WireTensor:
             torch_dtype = getattr(torch, self.dtype, None)
             swapped = False
         if torch_dtype is None:
-            raise CompatError(f"torch {torch.__version__} has no dtype for {self.dtype!r}: use the numpy form, or the raw bytes")
+            raise CompatError(
+                f"torch {torch.__version__} has no dtype for {self.dtype!r}: use the numpy form, or the raw bytes"
+            )
         if not self.nbytes:
             return torch.empty(self.shape, dtype=torch_dtype)
         if swapped:
