@@ -54,6 +54,9 @@ const fmm_cast_table_t *const *fmm_cast_tables(size_t *count);
 /* The table of that name if this build has it, else NULL. It may still need features that `features` lacks. */
 const fmm_cast_table_t *fmm_cast_table_find(const char *name);
 
+/* Whether these features (fmm_cpu_features) let the table run. */
+int fmm_cast_table_usable(const fmm_cast_table_t *table, uint64_t features);
+
 /* The best table for these features, never NULL. */
 const fmm_cast_table_t *fmm_cast_table_best(uint64_t features);
 

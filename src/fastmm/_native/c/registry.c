@@ -32,10 +32,15 @@ const fmm_cast_table_t *fmm_cast_table_find(const char *name)
     return NULL;
 }
 
+int fmm_cast_table_usable(const fmm_cast_table_t *table, uint64_t features)
+{
+    return (table->features & ~features) == 0;
+}
+
 const fmm_cast_table_t *fmm_cast_table_best(uint64_t features)
 {
     for (size_t i = 0; i + 1 < TABLE_COUNT; i++) {
-        if ((tables[i]->features & ~features) == 0) return tables[i];
+        if (fmm_cast_table_usable(tables[i], features)) return tables[i];
     }
     return tables[TABLE_COUNT - 1];
 }
