@@ -6,18 +6,15 @@ on the type.  Two things DLPack does not say are asked of torch itself: whether 
 """
 
 cimport numpy as cnp
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.memoryview cimport PyMemoryView_FromObject, PyMemoryView_GET_BUFFER
 from cpython.object cimport PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, strcpy
+from libc.string cimport memcpy
 
-import sys
-
-from fastmm.errors import EncodeError, SchemaError
+from fastmm.errors import SchemaError
 from fastmm.schema import WireTensor
 
 from .frame cimport frame_new
@@ -243,7 +240,7 @@ cdef int measure(TensorView* view) except -1:
     return 0
 
 
-def refusal(tensor, error):
+cdef object refusal(object tensor, object error):
     """Why a tensor cannot be viewed, in one sentence.  ``error`` is the producer's own, often pages of C++ frames."""
     kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     expected = "expected a dense tensor in host memory"
