@@ -353,7 +353,7 @@ cdef object cast_into(const fmm_cast_table_t* table, TensorView* view, int targe
             raise EncodeError("expected out in writable host memory, got read-only memory")
         if not view.dense and overlaps(view, &room):
             raise error_of(FMM_ERR_OVERLAP, view.dtype, target)
-        room_owner = tensor_owner(producer, <PyObject*>out, &room)  # held across the cast, as the source's is
+        _room_owner = tensor_owner(producer, <PyObject*>out, &room)  # held across the cast, as the source's is
         gather_if_strided(view, &dense, table, target, room.data)
     finally:
         tensor_view_clear(&room)
