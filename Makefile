@@ -128,7 +128,7 @@ fuzz: asan-build $(VENV_FUZZ)/.requirements ## mutate real frames under the sani
 
 wheel: $(VENV)/.editable ## sdist, and a wheel made from the sdist, in dist/
 	rm -rf dist
-	$(PY) -m build --quiet --no-isolation --outdir dist .
+	$(LOCK) $(PY) -m build --quiet --no-isolation --outdir dist .
 
 wheel-check: wheel ## install the wheel into a clean environment and try it
 	PYTHON=$(PYTHON) bash tools/wheel_check.sh

@@ -73,6 +73,18 @@ def test_every_c_file_is_linked_into_exactly_one_extension(monkeypatch):
     assert sorted(linked) == sorted(str(p) for p in Path("src/fastmm/_native/c").glob("*.c"))
 
 
+@pytest.mark.no_asan
+def test_a_compiled_module_exports_its_init_function_and_nothing_else():
+    """Two packages may link the same C names; what is not exported cannot be mixed up."""
+    for pyx in sorted((ROOT / "src/fastmm/_native").glob("*.pyx")):
+        library = importlib.import_module(f"fastmm._native.{pyx.stem}").__file__
+        try:
+            listing = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+        except FileNotFoundError:
+            pytest.skip("no nm here")
+        assert [line.split()[-1] for line in listing.splitlines()] == [f"PyInit_{pyx.stem}"]
+
+
 def test_import_needs_no_optional_package_and_opens_no_socket_library():
     """torch, vLLM and msgspec are never imported by `import fastmm`; zmq only when somebody wants a socket."""
     program = "import sys, fastmm; print(*[m for m in ('torch', 'vllm', 'msgspec', 'ml_dtypes', 'zmq') if m in sys.modules])"
