@@ -1,8 +1,7 @@
 /* AVX2 kernels, with F16C for float16.
  *
  * A step reads 128 bytes and then writes 64, so that it works in place; tails go element by element by the rule itself.
- * F16C keeps NaN payloads as the rule wants. Conversions run under a neutral MXCSR: the thread's rounding, flushing and
- * trapping modes neither change the result nor see a flag.
+ * F16C keeps NaN payloads as the rule wants.
  */
 #include "cast_tables.h"
 #include "fastmm/cast_one.h"
@@ -12,6 +11,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "mxcsr.h"
+
 #define TARGET __attribute__((target("avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
@@ -19,13 +20,6 @@
 #define AHEAD_FROM_CACHE_NBYTES 2048
 #define AHEAD_FROM_MEMORY_NBYTES 8192
 #define FROM_CACHE_MAX_NELEM ((size_t)2 << 20)
-
-/* The memory clobbers keep each conversion, between its load and its store, inside the pair. */
-#define MXCSR_ENTER()                     \
-    const unsigned saved = _mm_getcsr();  \
-    const unsigned neutral = 0x1f80;      \
-    __asm__ volatile("ldmxcsr %0" : : "m"(neutral) : "memory")
-#define MXCSR_LEAVE() __asm__ volatile("ldmxcsr %0" : : "m"(saved) : "memory")
 
 /* Rounded bits moved down: each lane holds its bfloat16 in the lower half, zeros above. */
 INLINE __m256i round_to_bf16(__m256i bits)
@@ -100,7 +94,7 @@ INLINE void prefetch_step(const unsigned char *ahead)
 INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
 {
     const size_t ahead = prefetch_distance(nelem);
-    MXCSR_ENTER();
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 32; nelem -= 32, from += 128, to += 64) {
         prefetch_step(from + ahead);
         const __m256i first = narrow_2(from, to_f16);
@@ -108,7 +102,7 @@ INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, i
         _mm256_storeu_si256((void *)to, first);
         _mm256_storeu_si256((void *)(to + 32), second);
     }
-    MXCSR_LEAVE();
+    fmm_mxcsr_leave(saved);
     narrow_tail(from, to, nelem, to_f16);
 }
 
@@ -123,13 +117,13 @@ INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t n
     const size_t head = to_line < nelem ? to_line : nelem;
     narrow_tail(from, to, head, to_f16);
     from += 4 * head, to += 2 * head, nelem -= head;
-    MXCSR_ENTER();
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 32; nelem -= 32, from += 128, to += 64) {
         prefetch_step(from + ahead);
         _mm256_stream_si256((void *)to, narrow_2(from, to_f16));
         _mm256_stream_si256((void *)(to + 32), narrow_2(from + 64, to_f16));
     }
-    MXCSR_LEAVE();
+    fmm_mxcsr_leave(saved);
     _mm_sfence(); /* streaming stores are weakly ordered: publish them before the caller hands the buffer on */
     narrow_tail(from, to, nelem, to_f16);
 }
@@ -151,10 +145,10 @@ TARGET static void cast_f64_to_f32(const void *src, void *dst, size_t nelem)
 {
     const unsigned char *from = src;
     unsigned char *to = dst;
-    MXCSR_ENTER();
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 4; nelem -= 4, from += 32, to += 16)
         _mm_storeu_ps((void *)to, _mm256_cvtpd_ps(_mm256_loadu_pd((const void *)from)));
-    MXCSR_LEAVE();
+    fmm_mxcsr_leave(saved);
     for (size_t i = 0; i < nelem; i++) {
         uint64_t bits;
         memcpy(&bits, from + 8 * i, sizeof bits);
@@ -167,10 +161,10 @@ TARGET static void cast_f16_to_f32(const void *src, void *dst, size_t nelem)
 {
     const unsigned char *from = src;
     unsigned char *to = dst;
-    MXCSR_ENTER();
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 8; nelem -= 8, from += 16, to += 32)
         _mm256_storeu_ps((void *)to, _mm256_cvtph_ps(_mm_loadu_si128((const void *)from)));
-    MXCSR_LEAVE();
+    fmm_mxcsr_leave(saved);
     for (size_t i = 0; i < nelem; i++) {
         uint16_t half;
         memcpy(&half, from + 2 * i, sizeof half);

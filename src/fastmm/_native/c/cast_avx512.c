@@ -1,8 +1,7 @@
 /* AVX-512 kernels (F, BW, VL, DQ).
  *
  * bfloat16 is integer arithmetic: the AVX512-BF16 instruction flushes subnormals and is no quicker once memory is the
- * limit. float16 is vcvtps2ph with the rounding given in the instruction, which ignores the thread's modes and keeps
- * NaN payloads just as the rule wants. A step reads 256 bytes and then writes 128, so that it works in place; tails are
+ * limit. float16 is vcvtps2ph, which keeps NaN payloads as the rule wants. A step reads 256 bytes and then writes 128, so that it works in place; tails are
  * masked, so that no length takes a scalar path.
  */
 #include "cast_tables.h"
@@ -10,6 +9,8 @@
 #ifdef FMM_CAST_HAVE_X86
 
 #include <immintrin.h>
+
+#include "mxcsr.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -19,8 +20,6 @@
 #define AHEAD_FROM_CACHE_NBYTES 2048
 #define AHEAD_FROM_MEMORY_NBYTES 8192
 #define FROM_CACHE_MAX_NELEM ((size_t)2 << 20)
-
-#define NO_EXC_RNE (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
 /* Rounded float32 bits: the upper half of each lane is the bfloat16. */
 INLINE __m512i round_to_bf16(__m512i bits)
@@ -48,8 +47,7 @@ INLINE __m512i bf16_from_2(const unsigned char *from)
 {
     const __m512i first = _mm512_loadu_si512(from);
     const __m512i second = _mm512_loadu_si512(from + 64);
-    const __mmask16 nan = _mm512_cmp_round_ps_mask(_mm512_castsi512_ps(first), _mm512_castsi512_ps(second),
-                                                   _CMP_UNORD_Q, _MM_FROUND_NO_EXC);
+    const __mmask16 nan = _mm512_cmp_ps_mask(_mm512_castsi512_ps(first), _mm512_castsi512_ps(second), _CMP_UNORD_Q);
     if (__builtin_expect(nan, 0))
         return _mm512_permutex2var_epi16(round_to_bf16(first), HALVES(1), round_to_bf16(second));
     const __m512i upper = _mm512_permutex2var_epi16(first, HALVES(1), second);
@@ -61,8 +59,8 @@ INLINE __m512i bf16_from_2(const unsigned char *from)
 
 INLINE __m512i f16_from_2(const unsigned char *from)
 {
-    const __m256i low = _mm512_cvtps_ph(_mm512_loadu_ps(from), NO_EXC_RNE);
-    const __m256i high = _mm512_cvtps_ph(_mm512_loadu_ps(from + 64), NO_EXC_RNE);
+    const __m256i low = _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT);
+    const __m256i high = _mm512_cvtps_ph(_mm512_loadu_ps(from + 64), _MM_FROUND_TO_NEAREST_INT);
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
@@ -74,7 +72,7 @@ INLINE __m256i bf16_from_masked(const unsigned char *from, __mmask16 mask)
 
 INLINE __m256i f16_from_masked(const unsigned char *from, __mmask16 mask)
 {
-    return _mm512_cvtps_ph(_mm512_maskz_loadu_ps(mask, from), NO_EXC_RNE);
+    return _mm512_cvtps_ph(_mm512_maskz_loadu_ps(mask, from), _MM_FROUND_TO_NEAREST_INT);
 }
 
 /* to_f16 is a constant where these are inlined, so that each kernel holds one conversion only. */
@@ -106,6 +104,7 @@ INLINE void prefetch_step(const unsigned char *ahead)
 INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
 {
     const size_t ahead = prefetch_distance(nelem);
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 64; nelem -= 64, from += 256, to += 128) {
         prefetch_step(from + ahead);
         const __m512i first = narrow_2(from, to_f16);
@@ -114,6 +113,7 @@ INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, i
         _mm512_storeu_si512(to + 64, second);
     }
     narrow_tail(from, to, nelem, to_f16);
+    fmm_mxcsr_leave(saved);
 }
 
 INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
@@ -125,6 +125,7 @@ INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t n
     const size_t ahead = prefetch_distance(nelem);
     const size_t to_line = (size_t)(-(uintptr_t)to & 63) / 2;
     const size_t head = to_line < nelem ? to_line : nelem;
+    const unsigned saved = fmm_mxcsr_enter();
     narrow_tail(from, to, head, to_f16);
     from += 4 * head, to += 2 * head, nelem -= head;
     for (; nelem >= 64; nelem -= 64, from += 256, to += 128) {
@@ -134,6 +135,7 @@ INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t n
     }
     _mm_sfence(); /* streaming stores are weakly ordered: publish them before the caller hands the buffer on */
     narrow_tail(from, to, nelem, to_f16);
+    fmm_mxcsr_leave(saved);
 }
 
 TARGET static void cast_f32_to_bf16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 0); }
@@ -149,34 +151,32 @@ TARGET static void cast_f32_to_f16_stream(const void *src, void *dst, size_t nel
     narrow_stream(src, dst, nelem, 1);
 }
 
-/* vcvtpd2ps takes its rounding from the instruction but flushing from MXCSR. */
 TARGET static void cast_f64_to_f32(const void *src, void *dst, size_t nelem)
 {
     const unsigned char *from = src;
     unsigned char *to = dst;
-    const unsigned saved = _mm_getcsr();
-    unsigned neutral = 0x1f80; /* all exceptions masked, nearest, no flushing */
-    __asm__ volatile("ldmxcsr %0" : : "m"(neutral) : "memory");
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 8; nelem -= 8, from += 64, to += 32)
-        _mm256_storeu_ps((void *)to, _mm512_cvt_roundpd_ps(_mm512_loadu_pd(from), NO_EXC_RNE));
+        _mm256_storeu_ps((void *)to, _mm512_cvtpd_ps(_mm512_loadu_pd(from)));
     if (nelem) {
         const __mmask8 mask = (__mmask8)((1u << nelem) - 1u);
-        _mm256_mask_storeu_ps(to, mask, _mm512_cvt_roundpd_ps(_mm512_maskz_loadu_pd(mask, from), NO_EXC_RNE));
+        _mm256_mask_storeu_ps(to, mask, _mm512_cvtpd_ps(_mm512_maskz_loadu_pd(mask, from)));
     }
-    __asm__ volatile("ldmxcsr %0" : : "m"(saved) : "memory");
+    fmm_mxcsr_leave(saved);
 }
 
 TARGET static void cast_f16_to_f32(const void *src, void *dst, size_t nelem)
 {
     const unsigned char *from = src;
     unsigned char *to = dst;
+    const unsigned saved = fmm_mxcsr_enter();
     for (; nelem >= 16; nelem -= 16, from += 32, to += 64)
-        _mm512_storeu_ps(to, _mm512_cvt_roundph_ps(_mm256_loadu_si256((const void *)from), _MM_FROUND_NO_EXC));
+        _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)from)));
     if (nelem) {
         const __mmask16 mask = (__mmask16)((1u << nelem) - 1u);
-        const __m256i half = _mm256_maskz_loadu_epi16(mask, from);
-        _mm512_mask_storeu_ps(to, mask, _mm512_cvt_roundph_ps(half, _MM_FROUND_NO_EXC));
+        _mm512_mask_storeu_ps(to, mask, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from)));
     }
+    fmm_mxcsr_leave(saved);
 }
 
 INLINE __m512i f32_from_bf16(__m256i half)
