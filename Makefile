@@ -121,9 +121,19 @@ asan: asan-build ## the tests under the address and undefined-behaviour sanitize
 	$(ASAN_ENV) $(PY) tools/check_sanitized.py
 	$(ASAN_ENV) $(PY) -m pytest -p no:cacheprovider -m "not exhaustive and not no_asan" $(ARGS)
 
-# The script starts $$PYTHON with PYTHONPATH=$$ASAN_LIB and LD_PRELOAD=$$PRELOAD, and stops after $$FUZZ_SECONDS.
-fuzz: asan-build $(VENV_FUZZ)/.requirements ## mutate real frames under the sanitizers (FUZZ_SECONDS=60)
-	FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHON=$(abspath $(PY_FUZZ)) ASAN_LIB=$(abspath $(ASAN_LIB)) PRELOAD="$(PRELOAD)" \
+# A third build: clang instruments it, so that the fuzzer sees which branches of the C code an input reached.  The fuzzer
+# brings the sanitizers' runtime.  The script starts $$PYTHON with PYTHONPATH=$$ASAN_LIB and LD_PRELOAD=$$PRELOAD, and stops
+# after $$FUZZ_SECONDS.
+FUZZ_LIB := build/fuzz/lib
+
+fuzz-build: $(VENV)/.editable
+	@command -v clang >/dev/null || { echo "fuzz needs clang and its runtime (Debian: clang libclang-rt-14-dev)" >&2; exit 1; }
+	@CC=clang FASTMM_SANITIZE=address,undefined,fuzzer-no-link FASTMM_CYTHON_DIR=build/fuzz/cython $(LOCK) $(PY) setup.py --quiet \
+	    build --build-base build/fuzz --build-lib $(FUZZ_LIB) --parallel $(JOBS)
+
+fuzz: fuzz-build $(VENV_FUZZ)/.requirements ## mutate real frames under the sanitizers (FUZZ_SECONDS=60)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) PYTHON=$(abspath $(PY_FUZZ)) ASAN_LIB=$(abspath $(FUZZ_LIB)) \
+	    PRELOAD="$$($(PY_FUZZ) -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so" \
 	    FASTMM_SANITIZED=1 PYTHONMALLOC=malloc $(SANITIZERS) bash tests/fuzz/run.sh
 
 wheel: $(VENV)/.editable ## sdist, and a wheel made from the sdist, in dist/
@@ -132,7 +142,7 @@ wheel: $(VENV)/.editable ## sdist, and a wheel made from the sdist, in dist/
 
 wheel-check: wheel ## install the wheel into a clean environment and try it
 	PYTHON=$(PYTHON) bash tools/wheel_check.sh
-.PHONY: lint format types asan asan-build fuzz wheel wheel-check
+.PHONY: lint format types asan asan-build fuzz fuzz-build wheel wheel-check
 
 clean: ## remove everything that make made
 	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_FUZZ) src/fastmm.egg-info src/fastmm/_native/*.so
