@@ -11,5 +11,12 @@ def cast(src: Any, dtype: Any, *, out: _Out, inplace: bool = False, isa: str | N
 @overload
 def cast(src: Any, dtype: Any, *, out: None = None, inplace: bool = False, isa: str | None = None) -> Any: ...
 def _cast_buffer(
-    src: Buffer, dst: Buffer, src_dtype: str, dst_dtype: str, *, isa: str | None = None, swapped: bool = False
+    src: Buffer,
+    dst: Buffer,
+    src_dtype: str,
+    dst_dtype: str,
+    *,
+    isa: str | None = None,
+    swapped: bool = False,
+    repeat: int = 1,
 ) -> None: ...

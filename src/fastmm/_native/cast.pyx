@@ -6,6 +6,7 @@ and makes the tensors.
 
 from cpython.buffer cimport (
     PyBUF_ANY_CONTIGUOUS, PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer)
+from cpython.dict cimport PyDict_GetItem
 from cpython.ref cimport PyObject
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint64_t
@@ -153,6 +154,11 @@ cdef bint cast_supported_inplace(int src_dtype, int dst_dtype) noexcept nogil:
 
 
 cdef int cast_target(object dtype) except -1:
+    if isinstance(dtype, str):  # the usual case, and without a detour
+        if dtype == "bfloat16":
+            return FMM_BFLOAT16
+        if dtype == "float16":
+            return FMM_FLOAT16
     cdef str name = name_of_dtype(dtype)
     cdef bytes key = name.encode()
     cdef int code = fmm_dtype_from_name(key, len(key))
@@ -270,13 +276,23 @@ def cast(src, dtype, *, out=None, inplace=False, isa=None):
         tensor_view_clear(&view)
 
 
+cdef dict producers = {}  # type -> Producer, of the types that were cast lately
+
+
 cdef Producer producer_for(object src):
-    cdef Producer producer = producer_of(type(src))
+    cdef PyObject* known = PyDict_GetItem(producers, type(src))
+    cdef Producer producer
+    if known is not NULL:
+        return <Producer>known
+    producer = producer_of(type(src))
     if producer is None:
         if not PyObject_CheckBuffer(src):
             raise SchemaError(f"expected a tensor, got {type(src).__module__}.{type(src).__qualname__}")
         producer = Producer.__new__(Producer)
         producer.family = FAMILY_BUFFER
+    if len(producers) >= 64:  # types come and go: do not keep them all
+        producers.clear()
+    producers[type(src)] = producer
     return producer
 
 
@@ -377,17 +393,17 @@ cdef bint overlaps(const TensorView* strided, const TensorView* dense) noexcept:
     return low < <intptr_t>dense.data + dense.nbytes and <intptr_t>dense.data < high
 
 
-# --- the kernels by name, for the tests ---------------------------------------------------------------------------------
+# --- the kernels by name, for tests and benchmarks ---------------------------------------------------------------------------------
 
 
-def _cast_buffer(src, dst, str src_dtype, str dst_dtype, *, isa=None, bint swapped=False):
+def _cast_buffer(src, dst, str src_dtype, str dst_dtype, *, isa=None, bint swapped=False, int repeat=1):
     """Run one kernel over raw bytes: `src` and `dst` are buffers, the number of elements follows from `src`.  Nothing of
-    the memory is checked but what cast.h checks, and that `dst` is long enough."""
+    the memory is checked but what cast.h checks, and that `dst` is long enough.  `repeat` times, for the benchmark."""
     cdef Py_buffer source, target
     cdef int source_code = fmm_dtype_from_name(src_dtype.encode(), len(src_dtype))
     cdef int target_code = fmm_dtype_from_name(dst_dtype.encode(), len(dst_dtype))
     cdef const fmm_cast_table_t* table = table_named(isa)
-    cdef fmm_status_t status
+    cdef fmm_status_t status = FMM_OK
     cdef size_t nelem
     if source_code == FMM_DTYPE_NONE or target_code == FMM_DTYPE_NONE:
         raise SchemaError(f"unknown dtype in {src_dtype!r}, {dst_dtype!r}")
@@ -399,7 +415,8 @@ def _cast_buffer(src, dst, str src_dtype, str dst_dtype, *, isa=None, bint swapp
             if target.len < <Py_ssize_t>(nelem * fmm_dtype_info(target_code).item_nbytes):
                 raise EncodeError(f"expected room for {nelem} elements, got {target.len} bytes")
             with nogil:
-                status = cast_run(table, source_code, target_code, source.buf, target.buf, nelem, swapped)
+                for _ in range(repeat):
+                    status = cast_run(table, source_code, target_code, source.buf, target.buf, nelem, swapped)
         finally:
             PyBuffer_Release(&target)
     finally:
