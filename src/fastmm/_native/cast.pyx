@@ -393,7 +393,7 @@ cdef bint overlaps(const TensorView* strided, const TensorView* dense) noexcept:
     return low < <intptr_t>dense.data + dense.nbytes and <intptr_t>dense.data < high
 
 
-# --- the kernels by name, for tests and benchmarks ---------------------------------------------------------------------------------
+# --- the kernels by name, for tests and benchmarks --------------------------------------------------------------
 
 
 def _cast_buffer(src, dst, str src_dtype, str dst_dtype, *, isa=None, bint swapped=False, int repeat=1):
