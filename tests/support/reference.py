@@ -89,7 +89,7 @@ class ReferenceEncoder:
             data = value.encode()
             self.header(len(data), 0xA0, 32, (0xD9, 0xDA, 0xDB))
             self.main += data
-        elif isinstance(value, bytes):
+        elif isinstance(value, (bytes, bytearray, memoryview)):
             self.header(len(value), None, 0, (0xC4, 0xC5, 0xC6))
             self.main += value
         elif isinstance(value, (list, tuple, set, frozenset)):
