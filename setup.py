@@ -36,8 +36,9 @@ OWNERS = (
     ("cpu*.c", "cast"),
     ("registry*.c", "cast"),
     ("cast_*.c", "cast"),
-    ("pack_ids*.c", "encoder"),
-    ("memory_kind*.c", "tensor"),
+    ("pack_ids*.c", "walk"),
+    ("memory_kind*.c", "payload"),
+    ("decode_*.c", "decoder"),
 )
 
 

@@ -81,12 +81,13 @@ cdef struct TensorView:
     int item_nbytes
     bint dense  # C order without gaps
     bint writable  # as far as the producer says
+    bint moved  # brought to the host from another device
     bint swapped  # elements are in the other byte order
     bint numpy_style  # the producer names types as numpy does ("<f4"), not as torch does ("float32")
     PyObject* holder  # counted or NULL: what was made to get at the memory
 
 # The reader of a type's tensors, or None when the type is no tensor.
-cdef Producer producer_of(type cls)
+cdef Producer producer_of(object cls)
 
 # Looks at `obj`; on success the view must be cleared.  Raises SchemaError (without a path) for what cannot travel.
 cdef int tensor_view(Producer producer, PyObject* obj, TensorView* view) except -1

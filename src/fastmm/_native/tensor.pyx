@@ -89,7 +89,7 @@ def _fill_numpy_dtypes():
 _fill_numpy_dtypes()
 
 
-cdef Producer producer_of(type cls):
+cdef Producer producer_of(object cls):
     cdef Producer producer
     cdef const fmm_dl_exchange_api_t* api
     if cls is type(None) or issubclass(cls, type):
@@ -134,6 +134,7 @@ cdef const fmm_dl_exchange_api_t* exchange_api(object capsule) except? NULL:
 
 cdef int tensor_view(Producer producer, PyObject* obj, TensorView* view) except -1:
     view.holder = NULL
+    view.moved = False
     view.numpy_style = False
     view.swapped = False
     if producer.family == FAMILY_EXCHANGE:
@@ -211,6 +212,7 @@ cdef int view_device(Producer producer, object tensor, TensorView* view) except 
     tensor_view(producer_of(type(copy)), <PyObject*>copy, view)
     if view.holder is NULL:
         hold(view, copy)
+    view.moved = True
     view.writable = False  # the caller's memory is on the device: a cast in place would not reach it
     return 0
 

@@ -1,0 +1,239 @@
+"""The encoder: options, the reuse of buffers from message to message, counters."""
+
+import operator
+import os
+
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport int64_t
+from libc.string cimport memcpy
+
+from fastmm.errors import EncodeError, SchemaError
+
+from .cast cimport cast_target
+from .frame cimport frame_new
+from .payload cimport payload_new
+from .pool cimport Block
+from .walk cimport Message, message_clear, message_new, message_write
+
+cdef extern from "fastmm/dtype.h" nogil:
+    ctypedef struct fmm_dtype_info_t:
+        const char* name
+        unsigned char item_nbytes
+    const fmm_dtype_info_t fmm_dtype_infos[1]
+
+cdef enum:
+    # A main frame of this size is handed out as a view of its buffer; below, copying it is cheaper than a new buffer.
+    VIEW_MIN_NBYTES = 32 << 10
+    MAX_MAX_DEPTH = 1000  # each level is two frames of C stack
+
+THRESHOLD_VARIABLE = "VLLM_MSGPACK_ZERO_COPY_THRESHOLD"
+DEFAULT_THRESHOLD = 256
+
+
+def default_threshold() -> int:
+    """Bytes from which a tensor travels in a frame of its own: vLLM's variable, read when an encoder is made."""
+    text = os.environ.get(THRESHOLD_VARIABLE)
+    if text is None:
+        return DEFAULT_THRESHOLD
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise SchemaError(f"expected a number of bytes >= 0 in {THRESHOLD_VARIABLE}, got {text[:32]!r}")
+    return value
+
+
+cdef int64_t whole(str name, object value, int64_t low, int64_t high) except? -1:
+    """An option that is a whole number within bounds."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise SchemaError(f"expected a whole number for {name}, got a {type(value).__qualname__}") from None
+    if not low <= number <= high:
+        raise SchemaError(f"expected {name} from {low} to {high}, got {number}")
+    return number
+
+
+cdef class Encoder:
+    """Writes requests, and any tree that vLLM's own encoder can write, as ``[main, aux 1, ...]``.
+
+    One encoder may be used from many threads at once; it keeps warm buffers from one message to the next.
+
+    Parameters
+    ----------
+    dtype
+        ``"bfloat16"``, ``"float16"``, ``"float32"`` or the torch or numpy dtype: what every floating payload under
+        ``mm_features`` and ``prompt_embeds`` ends in. None: as it is.
+    inplace
+        With a ``dtype``: payloads are handed over, cast where they lie, and the tree holds tensors of the new dtype over
+        the same memory afterwards. Read-only, strided, overlapping, file-mapped and shared memory is never written to;
+        such payloads are cast into pooled buffers, as all are with ``inplace=False``.
+    threshold
+        Tensors of fewer bytes are written into the main frame. None: ``VLLM_MSGPACK_ZERO_COPY_THRESHOLD``, or 256.
+    dedup
+        Tensors over the very same memory become one frame.
+    hook
+        Called with an object of a type the wire does not know; what it returns is written instead.
+    oob_tensor_consumer
+        Called with each tensor that would get a frame (never numpy arrays); a dict it returns is written in place of the
+        data, None means "send it as usual". ``new_message()`` is called at the start of each message.
+    max_depth, max_frames, max_payload_nbytes
+        Limits of nesting, of aux frames and of tensor bytes in one message.
+
+    Raises
+    ------
+    SchemaError
+        An option, or an object in the tree, is of a kind that cannot be written.
+    EncodeError
+        A value cannot be written.
+    LimitError
+        A limit is passed.
+    """
+
+    cdef list idle  # Messages not in use, warm
+    cdef object target  # fmm_dtype_t or None
+    cdef int target_nbytes
+    cdef bint inplace
+    cdef bint dedup
+    cdef int64_t threshold_nbytes
+    cdef int max_depth
+    cdef Py_ssize_t max_frames
+    cdef int64_t max_payload_nbytes
+    cdef object hook
+    cdef object oob_tensor_consumer
+    cdef unsigned long long messages
+    cdef unsigned long long frames
+    cdef unsigned long long nbytes_viewed
+    cdef unsigned long long nbytes_copied
+    cdef unsigned long long nbytes_cast
+
+    def __init__(self, *, dtype=None, inplace=True, threshold=None, dedup=True, hook=None, oob_tensor_consumer=None,
+                 max_depth=64, max_frames=65536, max_payload_nbytes=None):
+        self.idle = []
+        self.target = None if dtype is None else cast_target(dtype)
+        self.target_nbytes = 0 if dtype is None else fmm_dtype_infos[<int>self.target].item_nbytes
+        self.inplace = inplace
+        self.dedup = dedup
+        self.threshold_nbytes = whole("threshold", default_threshold() if threshold is None else threshold, 0, 2**63 - 1)
+        self.max_depth = <int>whole("max_depth", max_depth, 1, MAX_MAX_DEPTH)
+        self.max_frames = whole("max_frames", max_frames, 0, 2**31 - 2)
+        self.max_payload_nbytes = whole(
+            "max_payload_nbytes", 2**63 - 1 if max_payload_nbytes is None else max_payload_nbytes, 0, 2**63 - 1)
+        for name, function in (("hook", hook), ("oob_tensor_consumer", oob_tensor_consumer)):
+            if function is not None and not callable(function):
+                raise SchemaError(f"expected a callable for {name}, got a {type(function).__qualname__}")
+        self.hook = hook
+        self.oob_tensor_consumer = oob_tensor_consumer
+
+    @property
+    def threshold(self) -> int:
+        """Tensors of fewer bytes are written into the main frame."""
+        return self.threshold_nbytes
+
+    @property
+    def counters(self) -> dict:
+        """What this encoder did: ``messages``, ``frames`` (aux), ``nbytes_viewed``, ``nbytes_copied``, ``nbytes_cast``."""
+        return {
+            "messages": self.messages,
+            "frames": self.frames,
+            "nbytes_viewed": self.nbytes_viewed,
+            "nbytes_copied": self.nbytes_copied,
+            "nbytes_cast": self.nbytes_cast,
+        }
+
+    def encode(self, obj) -> list:
+        """Write ``obj``: ``[main, aux 1, ...]``.
+
+        The main frame is ``bytes``, or a `Frame` from 32 KiB on; aux frames are Frames that view, and keep, the tensors'
+        own memory. Must not be called again for a request while another thread still encodes it with a cast in place.
+        """
+        cdef Message message = self.take()
+        try:
+            message_write(message, obj)
+            return self.finish(message)
+        finally:
+            self.give_back(message)
+
+    def encode_into(self, obj, buffer: bytearray) -> list:
+        """Write ``obj`` with the main frame in ``buffer``, which is resized to it: ``[buffer, aux 1, ...]``.
+
+        The buffer is unchanged when this fails; it fails when a view of the buffer is still held (a message in flight).
+        """
+        cdef Message message
+        if type(buffer) is not bytearray:
+            raise SchemaError(f"expected a bytearray for the main frame, got a {type(buffer).__qualname__}")
+        message = self.take()
+        try:
+            message_write(message, obj)
+            try:
+                PyByteArray_Resize(buffer, message.size)
+            except BufferError:
+                raise EncodeError("expected a bytearray that nobody else uses, got one that is still exported: wait until "
+                                  "the last message in it is sent") from None
+            memcpy(PyByteArray_AS_STRING(buffer), message.data, message.size)
+            message.frames[0] = buffer
+            self.count(message)
+            return message.frames
+        finally:
+            self.give_back(message)
+
+    def encode_many(self, requests) -> list:
+        """Write several requests; those with the very same ``mm_features`` list share its cast, its bytes and its frames."""
+        cdef Message message = self.take()
+        cdef list written = []
+        try:
+            for request in requests:
+                message_write(message, request)
+                frames = self.finish(message)
+                if message.features_nbytes and message.features_first == 1:
+                    message.shared_features = request.mm_features
+                    message.shared_bytes = bytes(
+                        memoryview(frames[0])[message.features_offset:message.features_offset + message.features_nbytes])
+                    message.shared_frames = frames[1:1 + message.features_nframes]
+                message_clear(message)
+                written.append(frames)
+            return written
+        finally:
+            message.shared_features = message.shared_bytes = message.shared_frames = None
+            self.give_back(message)
+
+    cdef Message take(self):
+        cdef Message message
+        if self.idle:
+            message = self.idle.pop()
+        else:
+            message = message_new(
+                payload_new(-1 if self.target is None else self.target, self.target_nbytes, self.inplace, self.dedup),
+                self.threshold_nbytes, self.max_depth, self.max_frames, self.max_payload_nbytes, self.hook,
+                self.oob_tensor_consumer)
+        if self.oob_tensor_consumer is not None:
+            self.oob_tensor_consumer.new_message()
+        return message
+
+    cdef int give_back(self, Message message) except -1:
+        message_clear(message)
+        self.idle.append(message)
+        return 0
+
+    cdef list finish(self, Message message):
+        """Puts the main frame into its place: a copy when small, else the buffer itself, which the message then lacks."""
+        cdef list frames = message.frames
+        if message.size >= VIEW_MIN_NBYTES and message.size >= message.room // 4:
+            frames[0] = frame_new(message.data, message.size, message.block)
+            message.block = None
+        else:
+            frames[0] = PyBytes_FromStringAndSize(<char*>message.data, message.size)
+        self.count(message)
+        return frames
+
+    cdef int count(self, Message message) except -1:
+        self.messages += 1
+        self.frames += len(message.frames) - 1
+        self.nbytes_viewed += message.payload.nbytes_viewed
+        self.nbytes_copied += message.payload.nbytes_copied
+        self.nbytes_cast += message.payload.nbytes_cast
+        return 0

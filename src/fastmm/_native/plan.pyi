@@ -1,0 +1,9 @@
+from typing import Any
+
+FACTORIES: dict[tuple[str, str], str]
+TENSOR_FIELDS: dict[str, dict[str, bool]]
+
+class Plan: ...
+
+def numpy_scalar(scalar: Any) -> bool | int | float | str | bytes: ...
+def iso_duration(delta: Any) -> str: ...

@@ -1,0 +1,337 @@
+"""How objects of a Python type are walked: one plan per type, made once.
+
+A plan turns what reflection can say about a type into a flat C array of (offset, key bytes, default), so that the walk
+itself never asks for an attribute by name where a slot will do.  The rules of what is written are msgspec's, measured; the
+classes of vLLM are known by their qualified names, for vllm is never imported here.
+"""
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import sys
+import uuid
+import weakref
+from collections.abc import Mapping
+
+import msgpack
+import numpy
+
+from cpython.object cimport PyTypeObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
+
+from fastmm.errors import SchemaError
+
+from .tensor cimport FAMILY_BUFFER, Producer, producer_of
+
+cdef extern from *:
+    """
+    #include <structmember.h>
+    /* The offset of a slot, 0 when `descriptor` is not the member descriptor of a plain object slot. */
+    static Py_ssize_t fmm_slot_offset(PyObject *descriptor)
+    {
+        if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return 0;
+        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
+        return member->type == T_OBJECT_EX ? member->offset : 0;
+    }
+
+    static int fmm_exports_buffer(PyObject *cls)
+    {
+        PyBufferProcs *procs = ((PyTypeObject *)cls)->tp_as_buffer;
+        return procs != NULL && procs->bf_getbuffer != NULL;
+    }
+    """
+    Py_ssize_t fmm_slot_offset(object descriptor)
+    bint fmm_exports_buffer(object cls)
+
+cdef enum:
+    CACHE_SIZE = 512  # direct-mapped, by the address of the type
+
+cdef struct CacheEntry:
+    PyTypeObject* cls
+    PyObject* plan
+
+cdef CacheEntry plan_cache[CACHE_SIZE]
+cdef dict plans = {}  # id of the type -> (weak reference to it, its plan)
+cdef PyObject* unset_object = NULL
+cdef object unset_holder = None
+
+# Which of vLLM's classes are written as `[factory, {fields}]`; exact classes only, as there.
+FACTORIES = {
+    ("vllm.multimodal.inputs", "MultiModalBatchedField"): "batched",
+    ("vllm.multimodal.inputs", "MultiModalFlatField"): "flat",
+    ("vllm.multimodal.inputs", "MultiModalSharedField"): "shared",
+}
+# Field names that hold torch tensors in the engine, by class; True where a cast of the payload applies.
+TENSOR_FIELDS = {
+    "MultiModalFieldElem": {"data": True},
+    "MmFieldElem": {"data": True},
+    "PlaceholderRange": {"is_embed": False},
+    "EngineCoreRequest": {"prompt_embeds": True},
+}
+
+
+cdef inline size_t cache_slot(PyTypeObject* cls) noexcept:
+    return (<uintptr_t>cls >> 4) % CACHE_SIZE
+
+
+cdef PyObject* plan_of(PyTypeObject* cls) except NULL:
+    cdef CacheEntry* entry = &plan_cache[cache_slot(cls)]
+    if entry.cls == cls:
+        return entry.plan
+    known = plans.get(<uintptr_t>cls)
+    plan = plan_make(<object>cls) if known is None else known[1]
+    entry.cls = cls
+    entry.plan = <PyObject*>plan
+    return entry.plan
+
+
+cdef Plan plan_make(object cls):
+    cdef Plan plan = plan_build(cls)
+    cdef uintptr_t key = <uintptr_t><PyObject*>cls
+
+    def forget(_, key=key):  # the address may be a new type's tomorrow
+        cdef CacheEntry* entry = &plan_cache[cache_slot(<PyTypeObject*><uintptr_t>key)]
+        if entry.cls == <PyTypeObject*><uintptr_t>key:
+            entry.cls = NULL
+        plans.pop(key, None)
+
+    plans[key] = (weakref.ref(cls, forget), plan)
+    return plan
+
+
+cdef Plan plan_new(Kind kind):
+    cdef Plan plan = Plan.__new__(Plan)
+    plan.kind = kind
+    return plan
+
+
+cdef class Plan:
+    def __init__(self):
+        raise TypeError("plans are made by the encoder")
+
+    def __dealloc__(self):
+        cdef int i
+        if self.fields:
+            for i in range(self.nfields):
+                Py_XDECREF(self.fields[i].name)
+                Py_XDECREF(self.fields[i].default_value)
+            free(self.fields)
+
+
+cdef dict BUILTINS = {
+    type(None): KIND_NONE, bool: KIND_BOOL, int: KIND_INT, float: KIND_FLOAT, str: KIND_STR,
+    bytes: KIND_BYTES, bytearray: KIND_BYTES, memoryview: KIND_BYTES, slice: KIND_SLICE,
+}
+# Subclasses of these are read as their base, as msgspec does; subclasses of the scalars above are not.
+cdef list CONTAINERS = [
+    (list, KIND_LIST), (tuple, KIND_TUPLE), (dict, KIND_DICT), (set, KIND_SET), (frozenset, KIND_SET),
+]
+cdef dict CONVERTERS = {
+    datetime.datetime: lambda v: msgpack.Timestamp.from_datetime(v) if v.tzinfo else v.isoformat(),
+    datetime.date: datetime.date.isoformat,
+    datetime.time: lambda v: v.isoformat().replace("+00:00", "Z"),
+    datetime.timedelta: lambda v: iso_duration(v),
+    uuid.UUID: str,
+    decimal.Decimal: str,
+}
+
+
+cdef Plan plan_build(object cls):
+    cdef Plan plan
+    if cls in BUILTINS:
+        return plan_new(BUILTINS[cls])
+    if issubclass(cls, enum.Enum):
+        return convert_plan(lambda member: member._value_)
+    if issubclass(cls, numpy.generic):
+        return convert_plan(numpy_scalar)
+    if hasattr(cls, "__struct_fields__") and hasattr(cls, "__struct_config__"):
+        return msgspec_plan(cls)
+    if hasattr(cls, "__wire__") and dataclasses.is_dataclass(cls):
+        return record_plan(cls)
+    if dataclasses.is_dataclass(cls):
+        return dataclass_plan(cls)
+    for base, kind in CONTAINERS:
+        if issubclass(cls, base):
+            return plan_new(kind)
+    if cls in CONVERTERS:
+        return convert_plan(CONVERTERS[cls])
+    if issubclass(cls, msgpack.ExtType) or cls.__module__ == "msgspec.msgpack" and cls.__name__ == "Ext":
+        return plan_new(KIND_EXT)
+    if cls is msgpack.Timestamp:
+        return plan_new(KIND_EXT)
+    if cls.__module__ == "msgspec" and cls.__name__ == "Raw":
+        return plan_new(KIND_RAW)
+    producer = producer_of(cls)
+    if producer is not None:
+        plan = plan_new(KIND_TENSOR)
+        plan.producer = producer
+        return plan
+    if (cls.__module__, cls.__qualname__) == ("vllm.v1.serial_utils", "UtilityResult"):
+        return convert_plan(lambda utility: (None, utility.result))
+    if issubclass(cls, Mapping):
+        return plan_new(KIND_MAPPING)
+    if fmm_exports_buffer(cls):
+        plan = plan_new(KIND_TENSOR)
+        plan.producer = Producer.__new__(Producer)
+        plan.producer.family = FAMILY_BUFFER
+        return plan
+    return plan_new(KIND_UNKNOWN)
+
+
+cdef Plan convert_plan(object convert):
+    cdef Plan plan = plan_new(KIND_CONVERT)
+    plan.convert = convert
+    return plan
+
+
+def numpy_scalar(scalar):
+    """A numpy scalar as a number, bool or string of Python's; others (void, long double, datetime64) are refused."""
+    value = scalar.item()
+    if type(value) in (bool, int, float, str, bytes) and not isinstance(scalar, (numpy.datetime64, numpy.timedelta64)):
+        return value
+    raise SchemaError(f"expected a number, bool or string, got a numpy scalar of dtype {scalar.dtype}")
+
+
+def iso_duration(delta):
+    """A timedelta in ISO 8601, days and seconds only."""
+    sign = "-" if delta.days < 0 else ""
+    delta = abs(delta)
+    seconds = f"{delta.seconds}.{delta.microseconds:06d}".rstrip("0").rstrip(".") if delta.microseconds else str(delta.seconds)
+    time = f"T{seconds}S" if delta.seconds or delta.microseconds else ""
+    days = f"{delta.days}D" if delta.days or not time else ""
+    return f"{sign}P{days}{time}"
+
+
+# --- structs ----------------------------------------------------------------------------------------------------------
+
+
+cdef bytes packed_key(object name):
+    return msgpack.packb(name)
+
+
+cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_array, bint in_dict):
+    """``defaults`` has one (Default, object or None) per field."""
+    cdef Plan plan = plan_new(KIND_STRUCT)
+    cdef Py_ssize_t position = 0
+    cdef Field* field
+    cdef int i
+    tensors = {}
+    for base in cls.__mro__:
+        tensors.update(TENSOR_FIELDS.get(base.__name__, {}))
+    plan.as_array = as_array
+    plan.in_dict = in_dict
+    plan.head = b""
+    plan.keepalive = [sys.intern(name) for name in names]
+    encoded = [packed_key(key) for key in keys]
+    plan.keys = b"".join(encoded) + bytes(16)  # padding, so that keys can be copied 16 bytes at a time
+    plan.properties = frozenset()
+    plan.nfields = len(names)
+    plan.fields = <Field*>calloc(max(plan.nfields, 1), sizeof(Field))
+    if plan.fields is NULL:
+        raise MemoryError()
+    for i in range(plan.nfields):
+        field = &plan.fields[i]
+        name = plan.keepalive[i]
+        field.offset = 0 if in_dict else fmm_slot_offset(find_attribute(cls, name))
+        if field.offset == 0:
+            plan.in_dict = True
+        Py_INCREF(name)
+        field.name = <PyObject*>name
+        field.key = <const char*>plan.keys + position
+        field.key_nbytes = len(encoded[i])
+        position += field.key_nbytes
+        field.default, value = defaults[i]
+        if field.default != DEFAULT_NEVER:
+            Py_INCREF(value)
+            field.default_value = <PyObject*>value
+            plan.may_omit = True
+        field.tensor = name in tensors
+        field.payload = tensors.get(name, False)
+        field.features = name == "mm_features"
+    return plan
+
+
+cdef object find_attribute(object cls, str name):
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return None
+
+
+cdef object default_of(object value, object factory, object missing):
+    """When msgspec leaves a field out: the very default object, or an empty list, dict or set of the default factory."""
+    if factory is list or factory is dict or factory is set:
+        return (DEFAULT_EMPTY, factory)
+    if value is not missing and factory is missing:
+        return (DEFAULT_IDENTICAL, value)
+    return (DEFAULT_NEVER, None)
+
+
+cdef Plan msgspec_plan(object cls):
+    global unset_object, unset_holder
+    cdef Plan plan
+    msgspec = sys.modules["msgspec"]
+    unset_holder = msgspec.UNSET
+    unset_object = <PyObject*>unset_holder
+    config = cls.__struct_config__
+    names = list(cls.__struct_fields__)
+    as_array = bool(config.array_like)
+    omit = bool(config.omit_defaults) and not as_array
+    defaults = [(DEFAULT_NEVER, None)] * len(names)
+    if omit:
+        given = cls.__struct_defaults__
+        for i, value in enumerate(given, len(names) - len(given)):
+            factory = getattr(value, "factory", msgspec.NODEFAULT) if type(value).__name__ == "Factory" else msgspec.NODEFAULT
+            defaults[i] = default_of(value, factory, msgspec.NODEFAULT)
+    plan = struct_plan(cls, names, list(cls.__struct_encode_fields__), defaults, as_array, False)
+    if plan.in_dict:
+        raise SchemaError(f"expected a msgspec struct with slots, got {cls.__module__}.{cls.__qualname__}")
+    plan.wide_header = omit
+    plan.may_omit = not as_array  # UNSET leaves a field out
+    if config.tag is not None:
+        plan.head = msgpack.packb(config.tag) if as_array else msgpack.packb(config.tag_field) + msgpack.packb(config.tag)
+        plan.head_nelem = 1
+    return plan
+
+
+cdef Plan record_plan(object cls):
+    """fastmm's own schema classes: dataclasses with slots that say in `__wire__` how they are written."""
+    cdef Plan plan
+    fields = dataclasses.fields(cls)
+    names = [field.name for field in fields]
+    omit = cls.__wire__ == "map-omit-defaults"
+    defaults = [
+        default_of(field.default, field.default_factory, dataclasses.MISSING) if omit else (DEFAULT_NEVER, None)
+        for field in fields
+    ]
+    plan = struct_plan(cls, names, names, defaults, cls.__wire__ == "array", False)
+    plan.wide_header = omit
+    factory = cls.__dict__.get("__wire_factory__")
+    if factory is not None:
+        wrap(plan, factory)
+    return plan
+
+
+cdef Plan dataclass_plan(object cls):
+    cdef Plan plan
+    names = [field.name for field in dataclasses.fields(cls)]
+    slots = all(fmm_slot_offset(find_attribute(cls, name)) for name in names)
+    plan = struct_plan(cls, names, names, [(DEFAULT_NEVER, None)] * len(names), False, not slots)
+    plan.may_omit = plan.missing_ok = True
+    computed = hasattr(cls, "__getattr__") or cls.__getattribute__ is not object.__getattribute__
+    plan.properties = frozenset(
+        name for name in names if computed or plan.in_dict and hasattr(find_attribute(cls, name), "__set__"))
+    factory = FACTORIES.get((cls.__module__, cls.__qualname__))
+    if factory is not None:
+        wrap(plan, factory)
+    return plan
+
+
+cdef int wrap(Plan plan, str factory) except -1:
+    plan.wrapped = True
+    plan.memo = True
+    plan.head = b"\x92" + msgpack.packb(factory)
+    return 0
