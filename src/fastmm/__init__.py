@@ -1,7 +1,76 @@
 """fastmm moves a multimodal request into an LLM engine's process without copying it."""
 
-from fastmm._include import get_include
+from ._include import get_include
+from ._native.cast import available_isas, cast, selected_isa
+from ._native.frame import Frame
+from .codec import Encoder, encode_request, encode_requests
+from .errors import (
+    CompatError,
+    DecodeError,
+    EncodeError,
+    FastmmError,
+    LimitError,
+    PeerClosed,
+    ProcessorError,
+    SchemaError,
+    TransportError,
+    TransportTimeout,
+    TruncatedError,
+)
+from .schema import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    LoRARequest,
+    MmBatchedField,
+    MmFeatureSpec,
+    MmFieldElem,
+    MmFlatField,
+    MmSharedField,
+    PlaceholderRange,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    UtilityOutput,
+    WireTensor,
+)
 
-__all__ = ["__version__", "get_include"]
+__all__ = [
+    "CompatError",
+    "DecodeError",
+    "EncodeError",
+    "Encoder",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "FastmmError",
+    "Frame",
+    "LimitError",
+    "LoRARequest",
+    "MmBatchedField",
+    "MmFeatureSpec",
+    "MmFieldElem",
+    "MmFlatField",
+    "MmSharedField",
+    "PeerClosed",
+    "PlaceholderRange",
+    "PoolingParams",
+    "ProcessorError",
+    "SamplingParams",
+    "SchemaError",
+    "StructuredOutputsParams",
+    "TransportError",
+    "TransportTimeout",
+    "TruncatedError",
+    "UtilityOutput",
+    "WireTensor",
+    "__version__",
+    "available_isas",
+    "cast",
+    "encode_request",
+    "encode_requests",
+    "get_include",
+    "selected_isa",
+]
 
 __version__ = "0.1.0"

@@ -1,11 +1,11 @@
 """The encoder: options, the reuse of buffers from message to message, counters."""
 
 import operator
-import os
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t
+from libc.stdlib cimport getenv
 from libc.string cimport memcpy
 
 from fastmm.errors import EncodeError, SchemaError
@@ -33,9 +33,10 @@ DEFAULT_THRESHOLD = 256
 
 def default_threshold() -> int:
     """Bytes from which a tensor travels in a frame of its own: vLLM's variable, read when an encoder is made."""
-    text = os.environ.get(THRESHOLD_VARIABLE)
-    if text is None:
+    cdef const char* found = getenv("VLLM_MSGPACK_ZERO_COPY_THRESHOLD")  # os.environ writes through to it
+    if found is NULL:
         return DEFAULT_THRESHOLD
+    text = found.decode("utf-8", "replace")
     try:
         value = int(text)
     except ValueError:

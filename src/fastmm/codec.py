@@ -1,0 +1,122 @@
+"""Requests to frames and back: the functions most users call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ._native.encoder import Encoder, default_threshold
+
+__all__ = ["Encoder", "encode_request", "encode_requests"]
+
+# One encoder for each set of options, so that its buffers stay warm from call to call.
+_encoders: dict[tuple[Any, ...], Encoder] = {}
+_ENCODERS_MAX = 64
+
+
+def _encoder_for(
+    dtype: Any,
+    inplace: bool,
+    threshold: int | None,
+    dedup: bool,
+    hook: Callable[[Any], Any] | None,
+    max_depth: int,
+    max_frames: int,
+    max_payload_nbytes: int | None,
+) -> Encoder:
+    if threshold is None:
+        threshold = default_threshold()
+    # A bool or a float equals an int as a key, and must reach the check of the options all the same.
+    key = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, type(threshold))
+    try:
+        encoder = _encoders.get(key)
+    except TypeError:  # an unhashable hook
+        encoder, key = None, ()
+    if encoder is None:
+        encoder = Encoder(
+            dtype=dtype,
+            inplace=inplace,
+            threshold=threshold,
+            dedup=dedup,
+            hook=hook,
+            max_depth=max_depth,
+            max_frames=max_frames,
+            max_payload_nbytes=max_payload_nbytes,
+        )
+        if key:
+            if len(_encoders) >= _ENCODERS_MAX:
+                _encoders.clear()
+            _encoders[key] = encoder
+    return encoder
+
+
+def encode_request(
+    request: Any,
+    *,
+    dtype: Any = None,
+    inplace: bool = True,
+    threshold: int | None = None,
+    dedup: bool = True,
+    hook: Callable[[Any], Any] | None = None,
+    max_depth: int = 64,
+    max_frames: int = 65536,
+    max_payload_nbytes: int | None = None,
+) -> list[Any]:
+    """Write a request as ``[main, aux 1, ...]``, ready for ``socket.send_multipart([engine, b"\\x00", *frames], copy=False)``.
+
+    Parameters
+    ----------
+    request
+        An `EngineCoreRequest` of fastmm or of vLLM, or any other tree that vLLM's encoder can write.
+    dtype
+        ``"bfloat16"``, ``"float16"``, ``"float32"`` or the torch or numpy dtype: what every floating payload under
+        ``mm_features`` and ``prompt_embeds`` ends in. None: as it is. Integers and bools are never touched.
+    inplace
+        With a `dtype`, the request's floating payloads are handed over: they are cast where they lie, and the request
+        holds tensors of the new dtype over the same memory afterwards. Memory that is read-only, strided, mapped from a
+        file, shared with another process, or overlapping another payload's is never written to; such payloads are cast
+        into pooled buffers, as all are with ``inplace=False``.
+    threshold
+        Tensors of fewer bytes are written into the main frame. None: the environment's
+        ``VLLM_MSGPACK_ZERO_COPY_THRESHOLD``, or 256, as in vLLM.
+    dedup
+        Tensors over the very same memory become one frame that several places of the main frame point to.
+    hook
+        Called with an object of a type the wire does not know; what it returns is written instead.
+    max_depth, max_frames, max_payload_nbytes
+        Limits of nesting, of aux frames and of tensor bytes in one message.
+
+    Returns
+    -------
+    list
+        ``main`` is ``bytes``, or a `Frame` from 32 KiB on. Each aux frame is a `Frame` that views, and keeps, the tensor's
+        own memory; write to a tensor only when its frames are sent.
+
+    Raises
+    ------
+    SchemaError, EncodeError, LimitError
+        With the path of what cannot be written. Nothing was cast then.
+    """
+    return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode(request)
+
+
+def encode_requests(
+    requests: Iterable[Any],
+    *,
+    dtype: Any = None,
+    inplace: bool = True,
+    threshold: int | None = None,
+    dedup: bool = True,
+    hook: Callable[[Any], Any] | None = None,
+    max_depth: int = 64,
+    max_frames: int = 65536,
+    max_payload_nbytes: int | None = None,
+) -> list[list[Any]]:
+    """Write several requests, such as n samples of one prompt: a list of frames for each.
+
+    Requests that follow one another with the very same ``mm_features`` list share its walk, its cast and its frames. The
+    parameters are those of `encode_request`.
+    """
+    return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode_many(
+        requests
+    )
