@@ -37,8 +37,8 @@ OWNERS = (
     ("registry*.c", "cast"),
     ("cast_*.c", "cast"),
     ("pack_ids*.c", "walk"),
-    ("memory_kind*.c", "payload"),
-    ("decode_*.c", "decoder"),
+    ("memory_kind*.c", "tensor"),
+    ("unpack_ids*.c", "decode_ids"),
 )
 
 

@@ -1,0 +1,321 @@
+"""What a type looks like on the wire: one plan per class, made from its fields and annotations."""
+
+import collections.abc
+import dataclasses
+import enum
+import sys
+import types
+import typing
+
+import msgpack
+
+from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdint cimport uint8_t, uint64_t
+from libc.stdlib cimport calloc
+from libc.string cimport memcpy
+
+from fastmm.errors import SchemaError
+from fastmm.schema import EngineCoreRequest, MmFieldElem, MmFlatField, PlaceholderRange, TensorLike
+
+cdef extern from "fastmm/msgpack_read.h" nogil:
+    cdef enum:
+        FMM_KIND_NIL
+        FMM_KIND_BOOL
+        FMM_KIND_INT
+        FMM_KIND_FLOAT
+        FMM_KIND_STR
+        FMM_KIND_BIN
+        FMM_KIND_ARRAY
+        FMM_KIND_MAP
+        FMM_KIND_EXT
+
+cdef extern from *:
+    """
+    #include <structmember.h>
+    /* The offset of a slot, 0 when `descriptor` is not the member descriptor of a plain object slot. */
+    static Py_ssize_t fmm_decode_slot_offset(PyObject *descriptor)
+    {
+        if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return 0;
+        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
+        return member->type == T_OBJECT_EX ? member->offset : 0;
+    }
+    """
+    Py_ssize_t slot_offset "fmm_decode_slot_offset"(object descriptor)
+
+cdef DecodePlan* any_plan = NULL
+cdef dict plans = {}  # annotation -> address of its plan
+cdef dict records = {}  # class -> address of its record
+cdef list keepalive = []  # Python objects that plans point to
+
+# Annotations say too little of these: the wire's own rules, by class and field.
+FIELD_RULES = {
+    (MmFieldElem, "data"): "nested",
+    (MmFlatField, "slices"): "slices",
+    (EngineCoreRequest, "prompt_token_ids"): "tokens",
+}
+# vLLM's struct has nine fields without a default where ours has two.
+MIN_ELEMENTS = {EngineCoreRequest: 9}
+
+
+cdef void* allocate(size_t nbytes) except NULL:
+    cdef void* memory = calloc(1, nbytes)
+    if memory is NULL:
+        raise MemoryError()
+    return memory
+
+
+cdef PyObject* keep(object obj):
+    keepalive.append(obj)
+    return <PyObject*>obj
+
+
+cdef DecodePlan* decode_plan_of(object hint) except NULL:
+    cdef DecodePlan* plan
+    known = plans.get(hint)
+    if known is not None:
+        return <DecodePlan*><size_t>known
+    plan = plan_new(hint)
+    plans[hint] = <size_t>plan
+    return plan
+
+
+cdef DecodePlan* plan_new(object hint) except NULL:
+    cdef DecodePlan* plan = <DecodePlan*>allocate(sizeof(DecodePlan))
+    words = []
+    plan_add(plan, hint, words)
+    if plan.accepts & (1 << FMM_KIND_INT | 1 << FMM_KIND_FLOAT) == 1 << FMM_KIND_FLOAT:
+        plan.accepts |= 1 << FMM_KIND_INT
+        plan.int_as_float = True
+    plan.expected = keep(" or ".join(dict.fromkeys(words)))
+    return plan
+
+
+cdef int plan_add(DecodePlan* plan, object hint, list words) except -1:
+    """Adds one arm of a union."""
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
+    if hint is None or hint is type(None):
+        plan.accepts |= 1 << FMM_KIND_NIL
+        words.append("nil")
+    elif hint is typing.Any or hint is object:
+        plan_any(plan)
+        words.append("a value")
+    elif origin is typing.Union or origin is types.UnionType:
+        factories = [arm for arm in args if hasattr(arm, "__wire_factory__")]
+        if factories:
+            plan_factories(plan, factories)
+            words.append("[name, fields]")
+        for arm in args:
+            if arm not in factories:
+                plan_add(plan, arm, words)
+    elif hint is TensorLike:
+        plan_array(plan, ARRAY_TENSOR, hint)
+        words.append("a tensor [dtype, shape, data]")
+    elif isinstance(hint, type) and issubclass(hint, enum.Enum):
+        plan_enum(plan, hint)
+        words.append(hint.__name__)
+    elif hasattr(hint, "__wire_factory__"):
+        plan_factories(plan, [hint])
+        words.append("[name, fields]")
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        plan.record = record_of(hint)
+        if plan.record.as_array:
+            plan_array(plan, ARRAY_RECORD, hint)
+        else:
+            plan_map(plan, MAP_RECORD, hint)
+        words.append(f"{'an array' if plan.record.as_array else 'a map'} ({hint.__name__})")
+    elif hint in (bool, int, float, str, bytes):
+        plan.accepts |= 1 << {
+            bool: FMM_KIND_BOOL, int: FMM_KIND_INT, float: FMM_KIND_FLOAT, str: FMM_KIND_STR, bytes: FMM_KIND_BIN}[hint]
+        words.append(hint.__name__)
+    elif origin in (dict, collections.abc.Mapping) or hint in (dict, collections.abc.Mapping):
+        plan_map(plan, MAP_DICT, hint)
+        one_item(plan, hint)
+        plan.key = decode_plan_of(args[0] if args else typing.Any)
+        plan.item = decode_plan_of(args[1] if args else typing.Any)
+        words.append("a map")
+    else:
+        plan_sequence(plan, hint, origin or hint, args)
+        words.append("an array")
+    return 0
+
+
+cdef int plan_sequence(DecodePlan* plan, object hint, object origin, tuple args) except -1:
+    cdef int i
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        plan_array(plan, ARRAY_FIXED_TUPLE, hint)
+        plan.nitems = len(args)
+        plan.items = <DecodePlan**>allocate(len(args) * sizeof(void*))
+        for i in range(plan.nitems):
+            plan.items[i] = decode_plan_of(args[i])
+        return 0
+    if origin in (set, frozenset):
+        if args and args[0] not in (int, str, float, bool, bytes):
+            raise SchemaError(f"cannot decode into {hint}: a set's items must be plain values")
+        plan_array(plan, ARRAY_SET if origin is set else ARRAY_FROZENSET, hint)
+        plan.item = decode_plan_of(args[0] if args else str)
+        return 0
+    if origin is tuple:
+        plan_array(plan, ARRAY_TUPLE, hint)
+    elif origin in (list, collections.abc.Sequence):
+        plan_array(plan, ARRAY_IDS if args and args[0] is int else ARRAY_LIST, hint)
+    else:
+        raise SchemaError(f"cannot decode into {hint}: expected a schema class or built-in types")
+    one_item(plan, hint)
+    plan.item = decode_plan_of(args[0] if args else typing.Any)
+    return 0
+
+
+cdef int one_item(DecodePlan* plan, object hint) except -1:
+    if plan.item is not NULL:
+        raise SchemaError(f"cannot decode into a union with {hint}: another arm has items, too")
+    return 0
+
+
+cdef int plan_array(DecodePlan* plan, ArrayRule rule, object hint) except -1:
+    if plan.array != ARRAY_REFUSED:
+        raise SchemaError(f"cannot decode into a union with {hint}: another arm is an array, too")
+    plan.accepts |= 1 << FMM_KIND_ARRAY
+    plan.array = rule
+    return 0
+
+
+cdef int plan_map(DecodePlan* plan, MapRule rule, object hint) except -1:
+    if plan.map != MAP_REFUSED:
+        raise SchemaError(f"cannot decode into a union with {hint}: another arm is a map, too")
+    plan.accepts |= 1 << FMM_KIND_MAP
+    plan.map = rule
+    return 0
+
+
+cdef int plan_any(DecodePlan* plan) except -1:
+    plan_array(plan, ARRAY_LIST, typing.Any)
+    plan_map(plan, MAP_DICT, typing.Any)
+    plan.accepts |= (1 << FMM_KIND_NIL | 1 << FMM_KIND_BOOL | 1 << FMM_KIND_INT | 1 << FMM_KIND_FLOAT
+                     | 1 << FMM_KIND_STR | 1 << FMM_KIND_BIN | 1 << FMM_KIND_EXT)
+    plan.item = any_plan if any_plan is not NULL else plan
+    plan.key = plan.item
+    return 0
+
+
+cdef int plan_enum(DecodePlan* plan, object cls) except -1:
+    members = {member.value: member for member in cls}
+    for value in members:
+        if type(value) is int:
+            plan.accepts |= 1 << FMM_KIND_INT
+        elif type(value) is str:
+            plan.accepts |= 1 << FMM_KIND_STR
+        else:
+            raise SchemaError(f"cannot decode into {cls}: the value of a member must be int or str")
+    plan.members = keep(members)
+    return 0
+
+
+cdef int plan_factories(DecodePlan* plan, list classes) except -1:
+    cdef int i
+    plan_array(plan, ARRAY_FACTORY, classes[0])
+    plan.nitems = len(classes)
+    plan.factories = <DecodeRecord**>allocate(len(classes) * sizeof(void*))
+    for i in range(plan.nitems):
+        plan.factories[i] = record_of(classes[i])
+    return 0
+
+
+cdef DecodePlan* rule_plan(str rule, object hint) except NULL:
+    """The plan of a field whose annotation is not enough."""
+    cdef DecodePlan* plan
+    if rule == "tokens":
+        plan = plan_new(hint)
+        plan.array = ARRAY_TOKENS
+        return plan
+    plan = <DecodePlan*>allocate(sizeof(DecodePlan))
+    if rule == "slices":
+        plan_array(plan, ARRAY_SLICES, hint)
+        plan.expected = keep("a list of slices")
+        return plan
+    plan_array(plan, ARRAY_NESTED, hint)
+    plan.accepts |= 1 << FMM_KIND_NIL | 1 << FMM_KIND_BOOL | 1 << FMM_KIND_INT | 1 << FMM_KIND_FLOAT
+    plan.expected = keep("nil, a number, a tensor or a list of them")
+    plan.item = <DecodePlan*>allocate(sizeof(DecodePlan))
+    plan.item[0] = plan[0]
+    plan.item.item = plan.item
+    plan.item.accepts &= ~(1 << FMM_KIND_NIL)  # within a list there is no nil
+    plan.item.expected = keep("a number, a tensor or a list of them")
+    return plan
+
+
+cdef DecodeRecord* record_of(object cls) except NULL:
+    cdef DecodeRecord* record
+    known = records.get(cls)
+    if known is not None:
+        return <DecodeRecord*><size_t>known
+    if not hasattr(cls, "__wire__"):
+        raise SchemaError(f"cannot decode into {cls.__module__}.{cls.__qualname__}: it does not say how it is written (__wire__)")
+    fields = dataclasses.fields(cls)
+    if len(fields) > MAX_FIELDS:
+        raise SchemaError(f"cannot decode into {cls.__qualname__}: more than {MAX_FIELDS} fields")
+    record = <DecodeRecord*>allocate(sizeof(DecodeRecord))
+    records[cls] = <size_t>record  # before its fields: a class may hold itself
+    try:
+        record_fill(record, cls, fields)
+    except BaseException:
+        del records[cls]
+        raise
+    return record
+
+
+cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
+    cdef DecodeField* field
+    cdef bytes key
+    cdef int i
+    record.cls = <PyTypeObject*>keep(cls)
+    record.as_array = cls.__wire__ == "array"
+    record.nfields = len(fields)
+    record.fields = <DecodeField*>allocate(max(1, len(fields)) * sizeof(DecodeField))
+    hints = typing.get_type_hints(cls)
+    for i in range(record.nfields):
+        field = &record.fields[i]
+        spec = fields[i]
+        field.offset = slot_offset(find_attribute(cls, spec.name))
+        if field.offset == 0:
+            raise SchemaError(f"cannot decode into {cls.__qualname__}: {spec.name} is not a slot")
+        field.name = keep(sys.intern(spec.name))
+        key = msgpack.packb(spec.name)
+        if len(key) > 255:
+            raise SchemaError(f"cannot decode into {cls.__qualname__}: the name {spec.name} is too long")
+        field.key = <const uint8_t*><char*><object>keep(key)
+        field.key_nbytes = len(key)
+        memcpy(&field.key_head, field.key, min(8, len(key)))
+        field.key_head_mask = ~<uint64_t>0
+        if len(key) < 8:
+            field.key_head_mask = 0
+            memcpy(&field.key_head_mask, <char*>b"\xff\xff\xff\xff\xff\xff\xff\xff", len(key))
+        if spec.default is not dataclasses.MISSING:
+            field.default_value = keep(spec.default)
+        elif spec.default_factory is not dataclasses.MISSING:
+            field.default_factory = keep(spec.default_factory)
+        else:
+            record.min_nelem = i + 1
+        rule = FIELD_RULES.get((cls, spec.name))
+        field.plan = decode_plan_of(hints[spec.name]) if rule is None else rule_plan(rule, hints[spec.name])
+    record.min_nelem = MIN_ELEMENTS.get(cls, record.min_nelem)
+    record.check = CHECK_PLACEHOLDER if cls is PlaceholderRange else CHECK_NOTHING
+    factory = getattr(cls, "__wire_factory__", None)
+    if factory is not None:
+        key = factory.encode()
+        record.factory = <const uint8_t*><char*><object>keep(key)
+        record.factory_nbytes = len(key)
+    post_init = getattr(cls, "__post_init__", None)
+    if post_init is not None:
+        record.post_init = keep(post_init)
+    return 0
+
+
+cdef object find_attribute(type cls, str name):
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return None
+
+
+any_plan = decode_plan_of(typing.Any)

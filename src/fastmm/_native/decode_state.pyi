@@ -1,0 +1,3 @@
+"""Only cdef functions: everything here is for the other compiled modules."""
+
+KIND_WORDS: tuple[str, ...]

@@ -1,0 +1,363 @@
+"""Tensors: `[dtype, shape, data]` becomes a torch tensor, a numpy array or a WireTensor.
+
+Every size is checked before anything is made of it.  The data of an aux frame is viewed where it lies; inline data is copied,
+for it lies unaligned amid the main frame, and a view would keep all of that alive for a few bytes.
+"""
+
+cimport numpy as cnp
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.object cimport PyTypeObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t, uintptr_t
+from libc.string cimport memcmp, memcpy
+
+from fastmm.schema import WireTensor
+
+from .decode_state cimport (
+    FMM_KIND_EXT,
+    FMM_KIND_INT,
+    FMM_KIND_MAP,
+    DecodeState,
+    FrameView,
+    c_bool,
+    enter,
+    fail,
+    fail_foreign,
+    fail_frame,
+    fail_status,
+    fail_truncated,
+    fmm_kind_of,
+    fmm_kind_t,
+    fmm_read_ext,
+    fmm_read_int,
+    fmm_read_str,
+    fmm_status_t,
+    kind_word,
+    read_array,
+    step_index,
+)
+from .frame cimport frame_new
+from .pool cimport Block, block_acquire
+from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, Family, tensor_make
+
+cnp.import_array()
+
+cdef extern from "fastmm/dtype.h" nogil:
+    cdef enum:
+        FMM_DTYPE_NONE
+        FMM_DTYPE_COUNT
+    ctypedef struct fmm_dtype_info_t:
+        const char* name
+        uint8_t name_nbytes
+        uint8_t item_nbytes
+        char numpy_kind
+    const fmm_dtype_info_t fmm_dtype_infos[1]
+    int fmm_dtype_from_name(const char* name, size_t name_nbytes)
+    int fmm_dtype_from_numpy(char kind, size_t item_nbytes)
+
+cdef extern from "fastmm/size.h" nogil:
+    c_bool fmm_mul_i64(int64_t a, int64_t b, int64_t* out)
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int, object)
+    PyTypeObject PyArray_Type
+
+cdef enum:
+    POOLED_NBYTES = 65536  # copies from this size on go to a warm block of the pool
+    NOGIL_NBYTES = 1 << 20  # copies from this size on let other threads run
+    DESCRS = 64  # a power of two
+    NAME_MAX_NBYTES = 24  # the longest name of a numpy type that is looked at
+
+cdef struct Header:  # what a tensor says of itself
+    int dtype  # fmm_dtype_t; FMM_DTYPE_NONE for what only numpy has
+    PyObject* descr  # numpy's, borrowed; NULL when the name is torch's
+    const uint8_t* name
+    uint32_t name_nbytes
+    int64_t item_nbytes
+    int64_t alignment
+    int ndim
+    int64_t nbytes
+    int64_t shape[MAX_NDIM]
+
+cdef struct KnownDescr:
+    uint8_t name[NAME_MAX_NBYTES]
+    uint32_t name_nbytes
+    PyObject* descr  # counted
+
+cdef KnownDescr known_descrs[DESCRS]
+cdef PyObject* table_descrs[32]  # of the table's own types, counted; NULL: not asked for yet
+cdef uint8_t nothing[64]  # what an empty tensor points to
+
+
+cdef object read_tensor(DecodeState* s, uint32_t nelem):
+    cdef Header header
+    cdef const uint8_t* at = s.reader.cur
+    cdef fmm_kind_t kind
+    if nelem != 3:
+        fail(s, at - 1, f"expected a tensor [dtype, shape, data], got an array of {nelem}")
+    enter(s)
+    step_index(s, -1)  # the parts of a tensor have no path of their own
+    read_dtype(s, &header)
+    read_shape(s, &header)
+    if s.reader.cur == s.reader.end:
+        fail_truncated(s)
+    kind = fmm_kind_of(s.reader.cur[0])
+    if kind == FMM_KIND_INT:
+        tensor = read_aux(s, &header)
+    elif kind == FMM_KIND_EXT:
+        tensor = read_inline(s, &header)
+    elif kind == FMM_KIND_MAP:
+        tensor = read_out_of_band(s, &header)
+    else:
+        fail(s, NULL, f"expected the data of a tensor: the index of a frame, ext of code 3 or a map, got {kind_word(s)}")
+    s.tensor_dtype = header.dtype
+    s.tensor_ndim = header.ndim
+    s.tensor_extent = header.shape[0] if header.ndim else 0
+    s.depth -= 1
+    return tensor
+
+
+# --- dtype and shape --------------------------------------------------------------------------------------------------
+
+
+cdef int read_dtype(DecodeState* s, Header* header) except -1:
+    cdef const uint8_t* at = s.reader.cur
+    cdef fmm_status_t status = fmm_read_str(&s.reader, &header.name, &header.name_nbytes)
+    cdef cnp.dtype descr
+    if status:
+        fail_status(s, status, "the dtype of a tensor, a str")
+    header.dtype = fmm_dtype_from_name(<const char*>header.name, header.name_nbytes)
+    if header.dtype != FMM_DTYPE_NONE:
+        header.descr = NULL
+        header.item_nbytes = fmm_dtype_infos[header.dtype].item_nbytes
+        header.alignment = header.item_nbytes
+        return 0
+    header.descr = numpy_descr(header.name, header.name_nbytes)
+    if header.descr is NULL:
+        fail(s, at, f"expected a dtype such as 'bfloat16' or '<f4', got {shown(header)}")
+    descr = <cnp.dtype><object>header.descr
+    header.item_nbytes = descr.itemsize
+    header.alignment = descr.alignment
+    header.dtype = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
+    return 0
+
+
+cdef str shown(Header* header):
+    return repr((<const char*>header.name)[:min(header.name_nbytes, <uint32_t>NAME_MAX_NBYTES)].decode("ascii", "replace"))
+
+
+cdef PyObject* numpy_descr(const uint8_t* name, uint32_t nbytes) except? NULL:
+    """The type numpy spells so, borrowed from the table here; NULL (no error) when it is none that may travel."""
+    cdef KnownDescr* known
+    cdef PyObject* old
+    cdef uint32_t i
+    if nbytes < 3 or nbytes > NAME_MAX_NBYTES or name[0] not in b"<>|" or name[1] not in b"biufcSU":
+        return NULL
+    for i in range(2, nbytes):
+        if not c"0" <= name[i] <= c"9":
+            return NULL
+    known = &known_descrs[(name[0] * 5 + name[1] * 3 + name[2] * 7 + nbytes) % DESCRS]
+    if known.descr is not NULL and known.name_nbytes == nbytes and memcmp(known.name, name, nbytes) == 0:
+        return known.descr
+    spelt = (<const char*>name)[:nbytes].decode("ascii")
+    try:
+        descr = cnp.dtype(spelt)
+    except Exception:
+        return NULL
+    # Only the very name that numpy gives: no "=f4", no "|f4", no "<b1".
+    if descr.str != spelt or descr.itemsize == 0 or descr.hasobject:
+        return NULL
+    old = known.descr
+    Py_INCREF(descr)
+    known.descr = <PyObject*>descr
+    known.name_nbytes = nbytes
+    memcpy(known.name, name, nbytes)
+    keep_forever(old)
+    return known.descr
+
+
+cdef list forgotten_descrs = []
+
+
+cdef int keep_forever(PyObject* descr) except -1:
+    """A type that fell out of the table may still be in use by a decode up the stack, and string types are few."""
+    if descr is not NULL:
+        forgotten_descrs.append(<object>descr)
+        Py_XDECREF(descr)
+    return 0
+
+
+cdef int read_shape(DecodeState* s, Header* header) except -1:
+    cdef const uint8_t* at = s.reader.cur
+    cdef uint32_t ndim = read_array(s)
+    cdef int64_t spread = header.item_nbytes  # with extents of zero taken as one: strides are made of it
+    cdef bint empty = False
+    cdef fmm_status_t status
+    cdef c_bool is_u64
+    cdef int axis
+    if ndim > MAX_NDIM:
+        fail(s, at, f"expected at most {MAX_NDIM} dimensions, got {ndim}")
+    header.ndim = ndim
+    for axis in range(header.ndim):
+        status = fmm_read_int(&s.reader, &header.shape[axis], &is_u64)
+        if status:
+            fail_status(s, status, "an extent, an int")
+        if is_u64 or header.shape[axis] < 0:
+            fail(s, at, f"expected extents >= 0 that fit 63 bits, got one that is {'too large' if is_u64 else 'negative'}")
+        if header.shape[axis] == 0:
+            empty = True
+        elif not fmm_mul_i64(spread, header.shape[axis], &spread):
+            fail(s, at, "expected a shape whose size in bytes fits 63 bits, got a larger one")
+    header.nbytes = 0 if empty else spread
+    return 0
+
+
+cdef str sized(Header* header):
+    return f"{header.nbytes} bytes for {shown(header)} of shape {extents(header)}"
+
+
+cdef tuple extents(Header* header):
+    return tuple([header.shape[axis] for axis in range(header.ndim)])
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+cdef object read_aux(DecodeState* s, Header* header):
+    cdef const uint8_t* at = s.reader.cur
+    cdef FrameView* frame
+    cdef int64_t index = 0
+    cdef c_bool is_u64
+    cdef fmm_status_t status = fmm_read_int(&s.reader, &index, &is_u64)
+    if status:
+        fail_status(s, status, "the index of a frame")
+    if is_u64 or index < 1 or index >= s.nframes:
+        fail(s, at, f"expected the index of an aux frame, 1 to {s.nframes - 1}, got "
+                    f"{'a larger number' if is_u64 else index}" if s.nframes > 1 else
+                    "expected no index, for there are no aux frames")
+    frame = &s.frames[index]
+    if frame.nbytes != header.nbytes:
+        fail_frame(s, index, f"expected {sized(header)}, got a frame of {frame.nbytes} bytes")
+    frame.used = True
+    if s.copy or <uintptr_t>frame.data % header.alignment:
+        return make_copy(s, header, frame.data)
+    s.nbytes_viewed += header.nbytes
+    return make(s, header, <void*>frame.data, <object>frame.owner, frame.readonly)
+
+
+cdef object read_inline(DecodeState* s, Header* header):
+    cdef const uint8_t* at = s.reader.cur
+    cdef const uint8_t* data = NULL
+    cdef uint32_t nbytes = 0
+    cdef int8_t code = 0
+    cdef fmm_status_t status = fmm_read_ext(&s.reader, &code, &data, &nbytes)
+    if status:
+        fail_status(s, status, "ext")
+    if code != 3:
+        fail(s, at, f"expected ext of code 3, got code {code}" + (": pickles are never loaded" if code in (1, 2) else ""))
+    if nbytes != header.nbytes:
+        fail(s, at, f"expected {sized(header)}, got {nbytes}")
+    return make_copy(s, header, data)
+
+
+cdef object make_copy(DecodeState* s, Header* header, const uint8_t* data):
+    """A tensor over a private, aligned copy."""
+    cdef Block block
+    cdef cnp.ndarray array
+    cdef void* target
+    s.nbytes_copied += header.nbytes
+    if header.nbytes == 0:
+        return make(s, header, nothing, None, False)
+    if header.nbytes >= POOLED_NBYTES:
+        block = block_acquire(header.nbytes)
+        owner = block
+        target = block.data
+    elif s.family == FAMILY_NUMPY or header.descr is not NULL and s.family != FAMILY_WIRE:
+        descr = header_descr(header)
+        if descr is not None:
+            Py_INCREF(descr)  # the next call steals it
+            array = PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, <cnp.npy_intp*>header.shape, NULL, NULL, 0, None)
+            memcpy(cnp.PyArray_DATA(array), data, header.nbytes)
+            return array
+        owner = PyBytes_FromStringAndSize(NULL, header.nbytes)
+        target = PyBytes_AS_STRING(owner)
+    else:
+        owner = PyBytes_FromStringAndSize(NULL, header.nbytes)  # nobody else sees it, so it may be written to
+        target = PyBytes_AS_STRING(owner)
+    if header.nbytes >= NOGIL_NBYTES:
+        with nogil:
+            memcpy(target, data, header.nbytes)
+    else:
+        memcpy(target, data, header.nbytes)
+    return make(s, header, target, owner, False)
+
+
+cdef object make(DecodeState* s, Header* header, void* data, object owner, bint readonly):
+    """A tensor over memory that `owner` keeps; it has the right size and alignment."""
+    if header.nbytes == 0:
+        data = nothing  # an empty frame may point anywhere
+    try:
+        if s.family == FAMILY_WIRE:
+            frame = frame_new(data, header.nbytes, owner)
+            name = (<const char*>header.name)[:header.name_nbytes].decode("ascii")
+            return WireTensor(name, extents(header), frame)
+        if header.descr is NULL and s.family == FAMILY_EXCHANGE:
+            return tensor_make(FAMILY_EXCHANGE, data, header.dtype, header.ndim, header.shape, owner, readonly)
+        descr = header_descr(header)
+        if descr is None:
+            return tensor_make(FAMILY_NUMPY, data, header.dtype, header.ndim, header.shape, owner, readonly)
+        return make_numpy(header, descr, data, owner, readonly)
+    except Exception as error:
+        fail_foreign(s, f"no tensor can be made of {shown(header)} of shape {extents(header)}", error)
+
+
+cdef object make_numpy(Header* header, object descr, void* data, object owner, bint readonly):
+    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS | cnp.NPY_ARRAY_ALIGNED | (0 if readonly else cnp.NPY_ARRAY_WRITEABLE)
+    cdef cnp.ndarray array
+    Py_INCREF(descr)  # the next call steals it
+    array = PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, <cnp.npy_intp*>header.shape, NULL, data, flags, None)
+    cnp.set_array_base(array, owner)
+    return array
+
+
+cdef object header_descr(Header* header):
+    """numpy's type of the header, None when numpy has none of its own."""
+    cdef PyObject* descr = header.descr
+    cdef const fmm_dtype_info_t* info
+    if descr is NULL:
+        descr = table_descrs[header.dtype]
+    if descr is not NULL:
+        return <object>descr
+    info = &fmm_dtype_infos[header.dtype]
+    if not info.numpy_kind:
+        return None  # bfloat16 and float8 are ml_dtypes', which tensor_make looks for
+    made = cnp.dtype(f"{chr(info.numpy_kind)}{info.item_nbytes}")
+    Py_INCREF(made)
+    table_descrs[header.dtype] = <PyObject*>made
+    return made
+
+
+# --- out of band ------------------------------------------------------------------------------------------------------
+
+
+cdef object read_out_of_band(DecodeState* s, Header* header):
+    cdef const uint8_t* at = s.reader.cur
+    meta = s.read_any(s)
+    if s.provider is NULL:
+        fail(s, at, "the tensor is out of band: the decoder needs an oob_tensor_provider")
+    name = (<const char*>header.name)[:header.name_nbytes].decode("ascii")
+    shape = extents(header)
+    try:
+        tensor = (<object>s.provider)(name, shape, meta)
+    except Exception as error:
+        fail_foreign(s, "oob_tensor_provider failed", error)
+    try:
+        dtype = tensor.dtype
+        got = (dtype.str if header.descr is not NULL and hasattr(dtype, "str") else
+               str(getattr(dtype, "name", dtype)).removeprefix("torch."))
+        got_shape = tuple(tensor.shape)
+    except Exception:
+        fail(s, at, f"expected a tensor from oob_tensor_provider, got a {type(tensor).__name__}")
+    if got != name or got_shape != shape:
+        fail(s, at, f"expected {name!r} of shape {shape} from oob_tensor_provider, got {got!r} of shape {got_shape}")
+    return tensor

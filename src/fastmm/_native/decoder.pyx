@@ -1,0 +1,247 @@
+"""Decoder: frames in, objects out, every limit checked."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from libc.stdint cimport int64_t, uint8_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from fastmm.errors import DecodeError, LimitError, SchemaError
+from fastmm.schema import EngineCoreRequest
+
+from .decode_plan cimport DecodePlan, any_plan, decode_plan_of
+from .decode_state cimport FIELD_MEMOS, MAX_DEPTH, DecodeState, FrameView, Step, fail
+from .decode_tree cimport read_any, read_value
+from .frame cimport Frame
+from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE
+
+cdef enum:
+    FEW_FRAMES = 32  # these many need no allocation
+
+FAMILIES = {"torch": FAMILY_EXCHANGE, "numpy": FAMILY_NUMPY, "wire": FAMILY_WIRE}
+TOKEN_IDS = ("list", "array")
+
+
+@cython.final
+@cython.freelist(256)
+@cython.no_gc
+cdef class FrameHolder:
+    """Keeps one frame's buffer exported for as long as any tensor lies over it."""
+
+    cdef Py_buffer buffer
+    cdef bint held
+
+    def __init__(self):
+        raise TypeError("a FrameHolder comes from the decoder")
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.buffer)
+
+
+cdef class Decoder:
+    """Decodes frames into objects of one type.  One decoder may be used from many threads at once.
+
+    Parameters
+    ----------
+    type
+        What a message is: a schema class (`EngineCoreRequest`, `EngineCoreOutputs`...), a type such as ``list[str]``, or None
+        for plain values, in which tensors stay lists of dtype, shape and index or bytes.
+    tensors
+        What a tensor of a torch dtype name becomes: ``"torch"``, ``"numpy"`` or ``"wire"`` (`WireTensor`). numpy has no bfloat16
+        or float8: these become ml_dtypes' types, or `WireTensor` where ml_dtypes is not installed. A tensor of a numpy
+        dtype name becomes a numpy array (`WireTensor` for ``"wire"``), its byte order kept.
+    token_ids
+        What ``prompt_token_ids`` becomes: ``"list"`` of int, or ``"array"``, a numpy array of int64 that owns its memory.
+    copy
+        Copy tensors out of the frames instead of viewing them.
+    oob_tensor_provider
+        Called as ``provider(dtype: str, shape: tuple, meta: dict)`` for a tensor that travels outside the message. What it
+        returns must have that dtype and shape.
+    max_depth
+        Nesting of arrays and maps, at most 512.
+    max_elements
+        Array elements and map entries in one message.
+    max_frames
+        Frames in one message, the main frame included.
+    max_payload_nbytes
+        Bytes of all frames together; None for no limit.
+
+    Notes
+    -----
+    Tensors of aux frames are views: they keep their frame alive, and nothing is copied unless the data is not aligned for its
+    type. Over a frame that is read-only (bytes, a `Frame`) numpy arrays are read-only; torch has no such thing, so torch
+    tensors over it must not be written to. Ask for ``copy=True`` to write. Inline data is always copied.
+
+    Field metadata that is equal in several items of a message is one object in all of them.
+    """
+
+    cdef const DecodePlan* plan
+    cdef int family
+    cdef bint ids_as_array
+    cdef bint copy_data
+    cdef object provider
+    cdef int max_depth
+    cdef int64_t max_elements
+    cdef int64_t max_frames
+    cdef int64_t max_payload_nbytes  # -1: none
+    # Counters: the GIL makes an addition whole.
+    cdef readonly unsigned long long messages
+    cdef readonly unsigned long long frames
+    cdef readonly unsigned long long nbytes_viewed
+    cdef readonly unsigned long long nbytes_copied
+
+    def __init__(self, type=EngineCoreRequest, *, tensors="torch", token_ids="list", copy=False, oob_tensor_provider=None,
+                 max_depth=64, max_elements=1 << 24, max_frames=65536, max_payload_nbytes=None):
+        if tensors not in FAMILIES:
+            raise SchemaError(f"expected tensors to be one of {', '.join(FAMILIES)}, got {tensors!r}")
+        if token_ids not in TOKEN_IDS:
+            raise SchemaError(f"expected token_ids to be one of {', '.join(TOKEN_IDS)}, got {token_ids!r}")
+        if oob_tensor_provider is not None and not callable(oob_tensor_provider):
+            raise SchemaError("expected oob_tensor_provider to be callable")
+        self.plan = any_plan if type is None else decode_plan_of(type)
+        self.family = FAMILIES[tensors]
+        self.ids_as_array = token_ids == "array"
+        self.copy_data = bool(copy)
+        self.provider = oob_tensor_provider
+        self.max_depth = limit("max_depth", max_depth, MAX_DEPTH)
+        self.max_elements = limit("max_elements", max_elements, (1 << 63) - 1)
+        self.max_frames = limit("max_frames", max_frames, (1 << 63) - 1)
+        self.max_payload_nbytes = -1 if max_payload_nbytes is None else limit(
+            "max_payload_nbytes", max_payload_nbytes, (1 << 63) - 1)
+
+    def decode(self, frames):
+        """Decode one message.
+
+        Parameters
+        ----------
+        frames
+            A list or tuple of frames, ``[main, aux 1, ...]``, or the main frame alone: bytes, bytearray, memoryview, zmq.Frame,
+            `Frame`, anything with the buffer protocol.
+
+        Returns
+        -------
+        object
+            Of the decoder's type.
+
+        Raises
+        ------
+        DecodeError
+            The frames are not what an encoder of this wire writes. `TruncatedError` where one ends too early, `LimitError`
+            where a limit is passed.
+        """
+        cdef FrameView few[FEW_FRAMES]
+        cdef FrameView* views = few
+        cdef Py_ssize_t nframes, i
+        cdef tuple parts
+        if isinstance(frames, list) or isinstance(frames, tuple):
+            parts = tuple(frames)  # ours: another thread may change the list
+        else:
+            parts = (frames,)
+        nframes = len(parts)
+        if nframes == 0:
+            raise DecodeError("expected a main frame, got no frames")
+        if nframes > self.max_frames:
+            raise LimitError(f"{nframes} frames are more than max_frames, {self.max_frames}")
+        if nframes > FEW_FRAMES:
+            views = <FrameView*>calloc(nframes, sizeof(FrameView))
+            if views is NULL:
+                raise MemoryError()
+        else:
+            memset(few, 0, nframes * sizeof(FrameView))
+        try:
+            open_frames(self, parts, views)
+            return decode_views(self, views, nframes)
+        finally:
+            for i in range(nframes):
+                Py_XDECREF(views[i].owner)
+            if views is not few:
+                free(views)
+
+
+def limit(name, value, most):
+    """An option that bounds something, checked."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise SchemaError(f"expected {name} to be an int from 1 to {most}, got {value!r}")
+    return value
+
+
+cdef int open_frames(Decoder decoder, tuple parts, FrameView* views) except -1:
+    """Finds each frame's memory and who keeps it.  Needs the GIL; every owner is counted."""
+    cdef FrameView* view
+    cdef FrameHolder holder
+    cdef Frame frame
+    cdef Py_ssize_t i
+    cdef int64_t total = 0
+    for i in range(len(parts)):
+        part = parts[i]
+        view = &views[i]
+        if PyBytes_CheckExact(part):
+            view.data = <const uint8_t*>PyBytes_AS_STRING(part)
+            view.nbytes = PyBytes_GET_SIZE(part)
+            view.readonly = True
+            owner = part
+        elif type(part) is Frame:
+            frame = <Frame>part
+            view.data = <const uint8_t*>frame.data
+            view.nbytes = frame.size
+            view.readonly = True
+            owner = part
+        else:
+            holder = FrameHolder.__new__(FrameHolder)
+            try:
+                PyObject_GetBuffer(part, &holder.buffer, PyBUF_SIMPLE)
+            except Exception as error:
+                raise DecodeError(f"expected a frame, contiguous bytes, got a {type(part).__name__}", frame=i) from error
+            holder.held = True
+            view.data = <const uint8_t*>holder.buffer.buf
+            view.nbytes = holder.buffer.len
+            view.readonly = holder.buffer.readonly
+            owner = holder
+        Py_INCREF(owner)
+        view.owner = <PyObject*>owner
+        total += view.nbytes
+    if decoder.max_payload_nbytes >= 0 and total > decoder.max_payload_nbytes:
+        raise LimitError(f"frames of {total} bytes are more than max_payload_nbytes, {decoder.max_payload_nbytes}")
+    return 0
+
+
+cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes):
+    cdef Step path[MAX_DEPTH + 2]
+    cdef DecodeState s
+    cdef Py_ssize_t i
+    s.start = views[0].data
+    s.reader.cur = s.start
+    s.reader.end = s.start + views[0].nbytes
+    s.frames = views
+    s.nframes = nframes
+    s.path = path
+    s.depth = 0
+    s.max_depth = decoder.max_depth
+    s.elements_left = decoder.max_elements
+    s.read_any = read_any
+    s.family = decoder.family
+    s.copy = decoder.copy_data
+    s.ids_as_array = decoder.ids_as_array
+    s.provider = <PyObject*>decoder.provider if decoder.provider is not None else NULL
+    s.nbytes_viewed = 0
+    s.nbytes_copied = 0
+    s.pair = 0
+    memset(s.memos, 0, sizeof(s.memos))
+    try:
+        message = read_value(&s, decoder.plan)
+        if s.reader.cur != s.reader.end:
+            fail(&s, NULL, f"expected the end of the frame, got {s.reader.end - s.reader.cur} more bytes")
+    finally:
+        for i in range(FIELD_MEMOS):
+            Py_XDECREF(s.memos[i].value)
+    for i in range(1, nframes):
+        if not views[i].used:
+            raise DecodeError("expected a tensor to point to this aux frame, none does", frame=i)
+    decoder.messages += 1
+    decoder.frames += nframes
+    decoder.nbytes_viewed += s.nbytes_viewed
+    decoder.nbytes_copied += s.nbytes_copied
+    return message
