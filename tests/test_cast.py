@@ -222,6 +222,28 @@ def test_in_place_is_refused_and_nothing_is_written(source, target, message):
     assert bits_of(source) == before
 
 
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_a_mapped_file_is_never_written_to(tmp_path, mode):
+    path = tmp_path / "values"
+    values = floats(4096)
+    values.tofile(path)
+    mapped = np.memmap(path, np.float32, mode)
+    for source in (mapped, mapped[:100]) + ((torch.from_numpy(mapped),) if mode != "r" else ()):
+        with pytest.raises(EncodeError, match="read-only|mapped from a file"):
+            cast(source, "bfloat16", inplace=True)
+    mapped.flush()
+    assert path.read_bytes() == values.tobytes()
+    np.testing.assert_array_equal(cast(mapped, "float16"), values.astype(np.float16))
+
+
+def test_memory_shared_with_another_process_is_never_written_to():
+    tensor = torch.from_numpy(floats(4096)).share_memory_()
+    before = bits_of(tensor)
+    with pytest.raises(EncodeError, match="shared with another process"):
+        cast(tensor, "bfloat16", inplace=True)
+    assert bits_of(tensor) == before
+
+
 # --- out= ------------------------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,8 @@ from fastmm.errors import CompatError, EncodeError, SchemaError
 
 from .pool cimport Block, block_acquire
 from .tensor cimport (
-    FAMILY_BUFFER, MAX_NDIM, Producer, TensorView, producer_of, tensor_gather, tensor_make, tensor_owner, tensor_view,
-    tensor_view_clear)
+    FAMILY_BUFFER, MAX_NDIM, Producer, TensorView, memory_is_private, producer_of, tensor_gather, tensor_make, tensor_owner,
+    tensor_view, tensor_view_clear)
 
 cdef extern from "fastmm/cpu.h" nogil:
     uint64_t fmm_cpu_features()
@@ -243,7 +243,8 @@ def cast(src, dtype, *, out=None, inplace=False, isa=None):
     SchemaError
         `src` is no floating tensor that can be cast, or `dtype` no such target.
     EncodeError
-        `out` does not fit; or in place is asked for memory that is read-only, not dense, or too small for the elements.
+        `out` does not fit; or in place is asked for memory that is read-only, not dense, too small for the elements, or
+        not this process's alone (mapped from a file, shared).
         Nothing is written then.
     CompatError
         `isa` cannot be had.
@@ -326,6 +327,9 @@ cdef object cast_inplace(const fmm_cast_table_t* table, Producer producer, Tenso
     if not fmm_cast_supported_inplace(view.dtype, target):
         raise EncodeError(f"expected elements that do not grow to cast in place, got {dtype_name(view.dtype)} to "
                           f"{dtype_name(target)}")
+    if view.nelem and not memory_is_private(view.data, view.nbytes):
+        raise EncodeError("expected memory of this process alone to cast in place, got memory that is mapped from a file or "
+                          "shared with another process: use inplace=False, or out= if it is yours to write")
     dense_from_view(view, view.data, &dense)
     convert(table, &dense, target, dense.data)
     return tensor_make(producer.family, dense.data, target, dense.ndim, dense.shape, owner, False)

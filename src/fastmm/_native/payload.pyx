@@ -19,10 +19,7 @@ from .cast cimport CAST_RELEASE_GIL_MIN_NBYTES, cast_run, cast_supported, cast_s
     fmm_cast_table_t
 from .frame cimport frame_new
 from .pool cimport Block, block_acquire
-from .tensor cimport MAX_NDIM, tensor_gather, tensor_make, tensor_owner
-
-cdef extern from "fastmm/memory_kind.h":
-    bint fmm_memory_is_private(const void* data, size_t nbytes)
+from .tensor cimport MAX_NDIM, memory_is_private, tensor_gather, tensor_make, tensor_owner
 
 cdef extern from "fastmm/dtype.h" nogil:
     ctypedef struct fmm_dtype_info_t:
@@ -379,7 +376,7 @@ cdef int prepare(Payload payload) except -1:
         if job.leader == i:
             if job.may_write and not leaf.shared_bytes and leaf.nbytes:
                 if job.owner != asked_owner:  # items of one batch lie in one storage: one question for all
-                    private = fmm_memory_is_private(job.src, leaf.nbytes)
+                    private = memory_is_private(job.src, leaf.nbytes)
                     asked_owner = job.owner
                 job.may_write = private and not being_cast(payload, leaf)
             else:

@@ -96,6 +96,9 @@ cdef void tensor_view_clear(TensorView* view) noexcept
 # What keeps the viewed memory alive, whatever happens to the tensor object itself (`t.data = ...`, `t.set_(...)`).
 cdef object tensor_owner(Producer producer, PyObject* obj, TensorView* view)
 
+# Whether memory may be written without a file or another process noticing: `fmm_memory_is_private` of memory_kind.h.
+cdef bint memory_is_private(const void* data, size_t nbytes) noexcept
+
 # numpy's name of the viewed type ("<f4", "|b1", "<U2") into `name`; returns its length.
 cdef int numpy_name(PyObject* obj, TensorView* view, char* name) except -1
 

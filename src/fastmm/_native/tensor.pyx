@@ -47,6 +47,9 @@ cdef extern from "fastmm/size.h" nogil:
     bint fmm_mul_i64(int64_t a, int64_t b, int64_t* out)
     bint fmm_shape_nelem(const int64_t* shape, int ndim, int64_t* out)
 
+cdef extern from "fastmm/memory_kind.h":
+    bint fmm_memory_is_private(const void* data, size_t nbytes)
+
 cdef extern from "fastmm/strided.h" nogil:
     bint fmm_strided_is_dense(int ndim, const int64_t* shape, const int64_t* strides, int64_t unit, int64_t item_nbytes)
     void fmm_strided_copy(uint8_t* dst, const uint8_t* src, int ndim, const int64_t* shape, const int64_t* strides,
@@ -407,6 +410,10 @@ cdef object tensor_owner(Producer producer, PyObject* obj, TensorView* view):
         Py_DECREF(owner)  # `owner` holds it now
         return owner
     return <object>obj
+
+
+cdef bint memory_is_private(const void* data, size_t nbytes) noexcept:
+    return fmm_memory_is_private(data, nbytes)
 
 
 cdef int numpy_name(PyObject* obj, TensorView* view, char* name) except -1:
