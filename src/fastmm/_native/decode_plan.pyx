@@ -4,6 +4,7 @@ import collections.abc
 import dataclasses
 import enum
 import sys
+import threading
 import types
 import typing
 
@@ -45,6 +46,7 @@ cdef extern from *:
 cdef DecodePlan* any_plan = NULL
 cdef dict plans = {}  # annotation -> address of its plan
 cdef dict records = {}  # class -> address of its record
+cdef object lock = threading.RLock()
 cdef list keepalive = []  # Python objects that plans point to
 
 # Annotations say too little of these: the wire's own rules, by class and field.
@@ -70,6 +72,21 @@ cdef PyObject* keep(object obj):
 
 
 cdef DecodePlan* decode_plan_of(object hint) except NULL:
+    cdef DecodePlan* plan
+    with lock:  # asking for annotations runs Python: another thread must not see a record that is half filled
+        before = (plans.copy(), records.copy())
+        try:
+            plan = plan_for(hint)
+        except BaseException:
+            # What was made on the way may point to the record that failed.
+            for kept, saved in zip((plans, records), before):
+                kept.clear()
+                kept.update(saved)
+            raise
+    return plan
+
+
+cdef DecodePlan* plan_for(object hint) except NULL:
     cdef DecodePlan* plan
     known = plans.get(hint)
     if known is not None:
@@ -131,8 +148,8 @@ cdef int plan_add(DecodePlan* plan, object hint, list words) except -1:
     elif origin in (dict, collections.abc.Mapping) or hint in (dict, collections.abc.Mapping):
         plan_map(plan, MAP_DICT, hint)
         one_item(plan, hint)
-        plan.key = decode_plan_of(args[0] if args else typing.Any)
-        plan.item = decode_plan_of(args[1] if args else typing.Any)
+        plan.key = plan_for(args[0] if args else typing.Any)
+        plan.item = plan_for(args[1] if args else typing.Any)
         words.append("a map")
     else:
         plan_sequence(plan, hint, origin or hint, args)
@@ -147,13 +164,13 @@ cdef int plan_sequence(DecodePlan* plan, object hint, object origin, tuple args)
         plan.nitems = len(args)
         plan.items = <DecodePlan**>allocate(len(args) * sizeof(void*))
         for i in range(plan.nitems):
-            plan.items[i] = decode_plan_of(args[i])
+            plan.items[i] = plan_for(args[i])
         return 0
     if origin in (set, frozenset):
         if args and args[0] not in (int, str, float, bool, bytes):
             raise SchemaError(f"cannot decode into {hint}: a set's items must be plain values")
         plan_array(plan, ARRAY_SET if origin is set else ARRAY_FROZENSET, hint)
-        plan.item = decode_plan_of(args[0] if args else str)
+        plan.item = plan_for(args[0] if args else str)
         return 0
     if origin is tuple:
         plan_array(plan, ARRAY_TUPLE, hint)
@@ -162,7 +179,7 @@ cdef int plan_sequence(DecodePlan* plan, object hint, object origin, tuple args)
     else:
         raise SchemaError(f"cannot decode into {hint}: expected a schema class or built-in types")
     one_item(plan, hint)
-    plan.item = decode_plan_of(args[0] if args else typing.Any)
+    plan.item = plan_for(args[0] if args else typing.Any)
     return 0
 
 
@@ -256,11 +273,7 @@ cdef DecodeRecord* record_of(object cls) except NULL:
         raise SchemaError(f"cannot decode into {cls.__qualname__}: more than {MAX_FIELDS} fields")
     record = <DecodeRecord*>allocate(sizeof(DecodeRecord))
     records[cls] = <size_t>record  # before its fields: a class may hold itself
-    try:
-        record_fill(record, cls, fields)
-    except BaseException:
-        del records[cls]
-        raise
+    record_fill(record, cls, fields)
     return record
 
 
@@ -297,7 +310,7 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
         else:
             record.min_nelem = i + 1
         rule = FIELD_RULES.get((cls, spec.name))
-        field.plan = decode_plan_of(hints[spec.name]) if rule is None else rule_plan(rule, hints[spec.name])
+        field.plan = plan_for(hints[spec.name]) if rule is None else rule_plan(rule, hints[spec.name])
     record.min_nelem = MIN_ELEMENTS.get(cls, record.min_nelem)
     record.check = CHECK_PLACEHOLDER if cls is PlaceholderRange else CHECK_NOTHING
     factory = getattr(cls, "__wire_factory__", None)

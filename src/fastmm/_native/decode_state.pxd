@@ -59,7 +59,7 @@ ctypedef enum StepKind:
 cdef struct Step:  # one part of the path to the value at the cursor
     StepKind kind
     PyObject* name  # of a field or key, borrowed
-    Py_ssize_t index
+    Py_ssize_t index  # -1: a place without a path of its own
 
 cdef struct FieldMemo:  # the last field metadata seen at one position of an item
     const uint8_t* raw
@@ -115,11 +115,17 @@ cdef object name_text(DecodeState* s, const uint8_t* data, uint32_t nbytes)
 cdef int skip(DecodeState* s) except -1
 
 
+cdef inline void step_index(DecodeState* s, Py_ssize_t index) noexcept:
+    s.path[s.depth].kind = STEP_INDEX
+    s.path[s.depth].index = index
+
+
 cdef inline int enter(DecodeState* s) except -1:
     """One container deeper.  Leaving is `s.depth -= 1`; on an error the depth stays, and is the error's path."""
     if s.depth == s.max_depth:
         return fail_depth(s)
     s.depth += 1
+    step_index(s, -1)
     return 0
 
 
@@ -128,11 +134,6 @@ cdef inline int count_elements(DecodeState* s, int64_t nelem) except -1:
     if s.elements_left < 0:
         return fail_elements(s)
     return 0
-
-
-cdef inline void step_index(DecodeState* s, Py_ssize_t index) noexcept:
-    s.path[s.depth].kind = STEP_INDEX
-    s.path[s.depth].index = index
 
 
 cdef inline void step_name(DecodeState* s, StepKind kind, PyObject* name) noexcept:

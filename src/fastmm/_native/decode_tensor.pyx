@@ -70,7 +70,7 @@ cdef enum:
 
 cdef struct Header:  # what a tensor says of itself
     int dtype  # fmm_dtype_t; FMM_DTYPE_NONE for what only numpy has
-    PyObject* descr  # numpy's, borrowed; NULL when the name is torch's
+    PyObject* descr  # numpy's, held by read_tensor; NULL when the name is torch's
     const uint8_t* name
     uint32_t name_nbytes
     int64_t item_nbytes
@@ -95,9 +95,9 @@ cdef object read_tensor(DecodeState* s, uint32_t nelem):
     cdef fmm_kind_t kind
     if nelem != 3:
         fail(s, at - 1, f"expected a tensor [dtype, shape, data], got an array of {nelem}")
-    enter(s)
-    step_index(s, -1)  # the parts of a tensor have no path of their own
-    read_dtype(s, &header)
+    enter(s)  # the parts of a tensor have no path of their own
+    descr = read_dtype(s, &header)
+    header.descr = <PyObject*>descr if descr is not None else NULL
     read_shape(s, &header)
     if s.reader.cur == s.reader.end:
         fail_truncated(s)
@@ -120,7 +120,8 @@ cdef object read_tensor(DecodeState* s, uint32_t nelem):
 # --- dtype and shape --------------------------------------------------------------------------------------------------
 
 
-cdef int read_dtype(DecodeState* s, Header* header) except -1:
+cdef object read_dtype(DecodeState* s, Header* header):
+    """Fills in the type; returns numpy's where the name is numpy's, else None."""
     cdef const uint8_t* at = s.reader.cur
     cdef fmm_status_t status = fmm_read_str(&s.reader, &header.name, &header.name_nbytes)
     cdef cnp.dtype descr
@@ -128,63 +129,53 @@ cdef int read_dtype(DecodeState* s, Header* header) except -1:
         fail_status(s, status, "the dtype of a tensor, a str")
     header.dtype = fmm_dtype_from_name(<const char*>header.name, header.name_nbytes)
     if header.dtype != FMM_DTYPE_NONE:
-        header.descr = NULL
         header.item_nbytes = fmm_dtype_infos[header.dtype].item_nbytes
         header.alignment = header.item_nbytes
-        return 0
-    header.descr = numpy_descr(header.name, header.name_nbytes)
-    if header.descr is NULL:
+        return None
+    found = numpy_descr(header.name, header.name_nbytes)
+    if found is None:
         fail(s, at, f"expected a dtype such as 'bfloat16' or '<f4', got {shown(header)}")
-    descr = <cnp.dtype><object>header.descr
+    descr = found
     header.item_nbytes = descr.itemsize
     header.alignment = descr.alignment
     header.dtype = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
-    return 0
+    return descr
 
 
 cdef str shown(Header* header):
     return repr((<const char*>header.name)[:min(header.name_nbytes, <uint32_t>NAME_MAX_NBYTES)].decode("ascii", "replace"))
 
 
-cdef PyObject* numpy_descr(const uint8_t* name, uint32_t nbytes) except? NULL:
-    """The type numpy spells so, borrowed from the table here; NULL (no error) when it is none that may travel."""
+cdef object numpy_descr(const uint8_t* name, uint32_t nbytes):
+    """The type numpy spells so, None when it is none that may travel."""
     cdef KnownDescr* known
     cdef PyObject* old
+    cdef bytes spelling
     cdef uint32_t i
     if nbytes < 3 or nbytes > NAME_MAX_NBYTES or name[0] not in b"<>|" or name[1] not in b"biufcSU":
-        return NULL
+        return None
     for i in range(2, nbytes):
         if not c"0" <= name[i] <= c"9":
-            return NULL
+            return None
     known = &known_descrs[(name[0] * 5 + name[1] * 3 + name[2] * 7 + nbytes) % DESCRS]
     if known.descr is not NULL and known.name_nbytes == nbytes and memcmp(known.name, name, nbytes) == 0:
-        return known.descr
-    spelt = (<const char*>name)[:nbytes].decode("ascii")
+        return <object>known.descr
+    spelling = (<const char*>name)[:nbytes]
+    spelt = spelling.decode("ascii")
     try:
         descr = cnp.dtype(spelt)
     except Exception:
-        return NULL
+        return None
     # Only the very name that numpy gives: no "=f4", no "|f4", no "<b1".
     if descr.str != spelt or descr.itemsize == 0 or descr.hasobject:
-        return NULL
+        return None
     old = known.descr
     Py_INCREF(descr)
     known.descr = <PyObject*>descr
     known.name_nbytes = nbytes
-    memcpy(known.name, name, nbytes)
-    keep_forever(old)
-    return known.descr
-
-
-cdef list forgotten_descrs = []
-
-
-cdef int keep_forever(PyObject* descr) except -1:
-    """A type that fell out of the table may still be in use by a decode up the stack, and string types are few."""
-    if descr is not NULL:
-        forgotten_descrs.append(<object>descr)
-        Py_XDECREF(descr)
-    return 0
+    memcpy(known.name, PyBytes_AS_STRING(spelling), nbytes)
+    Py_XDECREF(old)
+    return descr
 
 
 cdef int read_shape(DecodeState* s, Header* header) except -1:

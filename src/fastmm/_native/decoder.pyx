@@ -229,6 +229,8 @@ cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes):
     s.nbytes_viewed = 0
     s.nbytes_copied = 0
     s.pair = 0
+    s.tensor_dtype = s.tensor_ndim = 0
+    s.tensor_extent = 0
     memset(s.memos, 0, sizeof(s.memos))
     try:
         message = read_value(&s, decoder.plan)

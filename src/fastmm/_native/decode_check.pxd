@@ -1,0 +1,11 @@
+"""Reference of the checks of whole records.  Needs the GIL.  `at` is where the record began, for errors."""
+
+from libc.stdint cimport uint8_t
+
+from .decode_plan cimport DecodeRecord
+from .decode_state cimport DecodeState
+
+cdef int check_placeholder(DecodeState* s, object placeholder, const uint8_t* at) except -1
+
+# Runs the class's __post_init__; the cursor is behind the record.
+cdef int validate(DecodeState* s, DecodeRecord* record, object obj, const uint8_t* at) except -1
