@@ -20,7 +20,7 @@ _INTS = [0, 1, 127, 128, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**63, 2**64 
 _FLOATS = [0.0, -0.0, 1.0, 0.1, 1e300, 5e-324, float("inf"), float("-inf"), float("nan")]
 
 
-def _viewable(tensor: torch.Tensor) -> torch.Tensor:
+def viewable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of it where an extent of 1 has an odd stride: contiguous to torch, yet vLLM's view raises."""
     if tensor.is_contiguous() and tensor.dim() and tensor.stride(-1) != 1:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -102,7 +102,7 @@ class Corpus:
         """A tensor of any dtype, shape and layout; now and then one that was made before, or a view of it."""
         if dtype is None and shape is None and self.made and self.chance(15):
             again = self.pick(self.made)
-            return again if not again.dim() or self.chance(50) else _viewable(again[: self.rng.randint(0, again.shape[0])])
+            return again if not again.dim() or self.chance(50) else viewable(again[: self.rng.randint(0, again.shape[0])])
         dtype = dtype or self.pick(list(TORCH_DTYPES))
         if shape is None:
             if self.chance(20):  # around the thresholds
@@ -124,7 +124,7 @@ class Corpus:
             made = self._dense(dtype, shape)
             if layout == "gradient" and dtype in ("float32", "bfloat16", "float64"):
                 made = torch.nn.Parameter(made) if self.chance(50) else made.requires_grad_()
-        made = _viewable(made)
+        made = viewable(made)
         self.made.append(made)
         return made
 
