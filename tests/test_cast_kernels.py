@@ -1,5 +1,7 @@
 """Promise 7, every kernel: the rule, to the bit, on every instruction set, at every length and alignment, in its bounds."""
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -156,12 +158,18 @@ def test_all_65536_values_of_a_16_bit_source(isa, source):
         same(run(bits, source, target, isa), cast_rule.expected(bits, source, target))
 
 
+@functools.cache
+def large(target):
+    bits = cast_rule.samples("float32", (16 << 20) // 4 + 77, seed=1)
+    return bits, cast_rule.narrow(bits, "float32", target)
+
+
 @pytest.mark.parametrize("target", NARROW)
-@pytest.mark.parametrize("dst_shift", [0, 1, 2, 30, 62])  # 1: no whole elements lead to a line's start
+@pytest.mark.parametrize("dst_shift", [0, 1, 62])  # 1: no whole elements lead to a line's start
 def test_a_destination_written_past_the_cache(isa, target, dst_shift):
     """Above FMM_CAST_STREAM_MIN_NBYTES other kernels run."""
-    bits = cast_rule.samples("float32", (16 << 20) // 4 + 77, seed=dst_shift)
-    same(run(bits, "float32", target, isa, dst_shift=dst_shift), cast_rule.narrow(bits, "float32", target))
+    bits, want = large(target)
+    same(run(bits, "float32", target, isa, dst_shift=dst_shift), want)
 
 
 BITS = st.one_of(
