@@ -1,0 +1,82 @@
+"""The demo's second process: receives the request, compares it, and paints the pictures back from what it received.
+
+It stands where an engine stands: a DEALER that connects, and decodes the frames it is sent. Run by ``fastmm demo``, as
+``python -m fastmm.cli.painter``, with one argument: the settings, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+import fastmm
+from fastmm._native.decoder import Decoder
+from fastmm.transport import connect_dealer, receive_frames, send_frames
+
+from .errors import CommandError
+from .photograph import Photograph, load_photograph, pixels_of
+from .request import RANK, WARM_UP, bytes_of, request_for
+from .verdict import compare
+
+# A front end that says nothing for so long is gone, and its second process must not outlive it for ever.
+PATIENCE_S = 120.0
+
+
+def main(argv: Sequence[str]) -> int:
+    settings = json.loads(argv[0])
+    # It reads the photographs itself: what it compares with has never been near the sender's memory or the wire.
+    photographs = [load_photograph(Path(path)) for path in settings["photographs"]]
+    expected = request_for(photographs, settings["request_id"], settings["tensors"])
+    decoder = Decoder(tensors=settings["tensors"])
+    with connect_dealer(Path(settings["socket"]), RANK) as socket:
+        send_frames(socket, [msgpack.packb({"status": "READY"})])
+        report: dict[str, Any] = {}
+        while "values" not in report:
+            _kind, *frames = receive_frames(socket, PATIENCE_S)
+            received_ns = time.monotonic_ns()
+            try:
+                request = decoder.decode(frames)
+                report = {"received_ns": received_ns, "decode_ns": time.monotonic_ns() - received_ns}
+                if request.request_id != WARM_UP:
+                    report["pictures"] = paint(request, photographs, [Path(path) for path in settings["pictures"]])
+                    report |= compare(request, expected, settings["dtype"], settings["tensors"])
+            except (fastmm.FastmmError, OSError) as error:
+                report = {"failed": f"{type(error).__name__}: {error}", "values": 0}
+            send_frames(socket, [msgpack.packb(report)])
+    return 0
+
+
+def paint(request: fastmm.EngineCoreRequest, photographs: Sequence[Photograph], paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Write one PNG for each feature of `request`, from its patches and its grid alone.
+
+    Returns
+    -------
+    list
+        For each: ``path``, and ``largest_difference`` from the resized photograph, in grey levels.
+    """
+    from PIL import Image
+
+    pictures = []
+    for feature, photograph, path in zip(request.mm_features or [], photographs, paths, strict=True):
+        assert feature.data is not None
+        grid = bytes_of(feature.data["image_grid_thw"].data).view(np.int64)
+        patches = bytes_of(fastmm.cast(feature.data["pixel_values"].data, "float32")).view(np.float32)
+        pixels = pixels_of(patches, (int(grid[0]), int(grid[1]), int(grid[2])))
+        Image.fromarray(pixels).save(path)
+        difference = np.abs(pixels.astype(np.int16) - photograph.pixels.astype(np.int16)).max()
+        pictures.append({"path": str(path), "largest_difference": int(difference)})
+    return pictures
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (CommandError, fastmm.FastmmError, OSError) as error:
+        sys.exit(f"fastmm demo, second process: {error}")
