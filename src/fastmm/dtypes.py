@@ -30,16 +30,13 @@ class DType:
     number_class
         ``"bool"``, ``"int"``, ``"uint"``, ``"float"`` or ``"complex"``.
     numpy_name
-        numpy's own name, or None where numpy itself has no such type.
-    ml_dtypes_name
-        Name in the package ml_dtypes where numpy has none, or None where neither has it.
+        numpy's own name, or None where numpy itself has no such type; ml_dtypes may add it under `name`.
     """
 
     name: str
     item_nbytes: int
     number_class: str
     numpy_name: str | None
-    ml_dtypes_name: str | None = None
 
 
 def _own(name: str, item_nbytes: int, number_class: str) -> DType:
@@ -47,7 +44,7 @@ def _own(name: str, item_nbytes: int, number_class: str) -> DType:
 
 
 def _extra(name: str, item_nbytes: int, number_class: str) -> DType:
-    return DType(name, item_nbytes, number_class, None, name)
+    return DType(name, item_nbytes, number_class, None)
 
 
 # Order is the order of FMM_DTYPE_TABLE.
@@ -67,7 +64,7 @@ DTYPES: dict[str, DType] = {
         _extra("bfloat16", 2, "float"),
         _own("float32", 4, "float"),
         _own("float64", 8, "float"),
-        DType("complex32", 4, "complex", None),
+        _extra("complex32", 4, "complex"),
         _own("complex64", 8, "complex"),
         _own("complex128", 16, "complex"),
         _extra("float8_e4m3fn", 1, "float"),
@@ -95,7 +92,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     SchemaError
         The name is not one of the wire's.
     CompatError
-        numpy has no such type and ml_dtypes is not installed, or has none either.
+        numpy has no such type and ml_dtypes is not installed, or is too old to have it.
     """
     if is_numpy_name(name):
         try:
@@ -107,13 +104,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise SchemaError(f"unknown dtype {name!r}: expected a name of torch such as 'bfloat16', or of numpy such as '<f4'")
     if row.numpy_name is not None:
         return np.dtype(row.numpy_name)
-    if row.ml_dtypes_name is None:
-        raise CompatError(f"numpy has no dtype {name!r}, nor has ml_dtypes: use the torch form, or the raw bytes")
     try:
         import ml_dtypes
     except ImportError:
         raise CompatError(f"numpy has no dtype {name!r} by itself: install ml_dtypes, or use the torch form") from None
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, row.ml_dtypes_name))
+    scalar = getattr(ml_dtypes, row.name, None)
+    if scalar is None:
+        raise CompatError(f"ml_dtypes {ml_dtypes.__version__} has no {name!r}: a newer one may, or use the torch form")
+    found: np.dtype[Any] = np.dtype(scalar)
     return found
 
 

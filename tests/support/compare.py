@@ -38,9 +38,11 @@ def torch_or_none() -> Any:
 
 def numpy_wire_name(dtype: np.dtype[Any]) -> str:
     """A numpy dtype as torch spells it where that means the same, else as numpy does."""
+    if dtype.isbuiltin == 2:  # a type of ml_dtypes, which has torch's names
+        return dtype.name
     if dtype.isnative and dtype.kind in "?biufc" and dtype.itemsize <= 16 and dtype.name not in ("longdouble", "float128"):
         return dtype.name
-    return dtype.name if dtype.kind == "V" else dtype.str
+    return dtype.str
 
 
 def leaf_of(value: Any) -> Leaf | None:

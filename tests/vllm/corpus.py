@@ -306,7 +306,7 @@ class Corpus:
             "kv_transfer_params": lambda: {"a": self.plain()},
             "trace_headers": lambda: {"t": self.text()},
             "prefill_stats": lambda: F.prefill_stats(num_prompt_tokens=self.rng.randint(0, 70000)),
-            "routed_experts": lambda: self.array(["|u1", "<i2"]),
+            "routed_experts": self.array,
             "num_nans_in_logits": lambda: self.rng.randint(0, 3),
             "mm_cache_miss_hashes": lambda: [self.text()],
             "new_sampling_mask": lambda: F.sampling_mask(
