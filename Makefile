@@ -119,7 +119,7 @@ asan-build: $(VENV)/.editable
 
 asan: asan-build ## the tests under the address and undefined-behaviour sanitizers
 	$(ASAN_ENV) $(PY) tools/check_sanitized.py
-	$(ASAN_ENV) $(PY) -m pytest -p no:cacheprovider -m "not exhaustive and not no_asan" $(ARGS)
+	$(ASAN_ENV) $(PY) -m pytest --capture=sys -p no:cacheprovider -m "not exhaustive and not no_asan" $(ARGS)
 
 # A third build: clang instruments it, so that the fuzzer sees which branches of the C code an input reached.  The fuzzer
 # brings the sanitizers' runtime.  The script starts $$PYTHON with PYTHONPATH=$$ASAN_LIB and LD_PRELOAD=$$PRELOAD, and stops
