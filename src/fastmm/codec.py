@@ -27,7 +27,7 @@ def _encoder_for(
     if threshold is None:
         threshold = default_threshold()
     # A bool or a float equals an int as a key, and must reach the check of the options all the same.
-    key = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, type(threshold))
+    key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, type(threshold))
     try:
         encoder = _encoders.get(key)
     except TypeError:  # an unhashable hook
@@ -117,6 +117,4 @@ def encode_requests(
     Requests that follow one another with the very same ``mm_features`` list share its walk, its cast and its frames. The
     parameters are those of `encode_request`.
     """
-    return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode_many(
-        requests
-    )
+    return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode_many(requests)
