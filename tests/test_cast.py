@@ -229,7 +229,7 @@ def test_a_mapped_file_is_never_written_to(tmp_path, mode):
     values.tofile(path)
     mapped = np.memmap(path, np.float32, mode)
     for source in (mapped, mapped[:100]) + ((torch.from_numpy(mapped),) if mode != "r" else ()):
-        with pytest.raises(EncodeError, match="read-only|mapped from a file"):
+        with pytest.raises(EncodeError, match=r"read-only|mapped from a file"):
             cast(source, "bfloat16", inplace=True)
     mapped.flush()
     assert path.read_bytes() == values.tobytes()
@@ -343,6 +343,25 @@ def test_an_instruction_set_that_is_not_there_names_those_that_are(isa):
         cast(torch.ones(3), "bfloat16", isa=isa)
     with pytest.raises(SchemaError, match="isa"):
         cast(torch.ones(3), "bfloat16", isa=1)
+
+
+@pytest.mark.parametrize("kind", ["negated", "fake", "zero", "emptied"])
+def test_a_tensor_whose_memory_does_not_hold_its_values_is_refused(kind):
+    """DLPack hands out the memory of a lazily negated view, and no memory at all for the others, without a word."""
+    if kind == "negated":
+        source = torch.complex(torch.ones(2), torch.ones(2)).conj().imag
+        assert source.is_neg()
+    elif kind == "fake":
+        with torch._subclasses.fake_tensor.FakeTensorMode():
+            source = torch.ones(4)
+    elif kind == "zero":
+        source = torch._efficientzerotensor((4,))
+    else:
+        source = torch.ones(4)
+        source.untyped_storage().resize_(0)
+    for inplace in (False, True):
+        with pytest.raises(SchemaError, match="memory"):
+            cast(source, "bfloat16", inplace=inplace)
 
 
 # --- modes and threads --------------------------------------------------------------------------------------------------------
