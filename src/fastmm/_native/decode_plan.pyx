@@ -10,7 +10,7 @@ import typing
 
 import msgpack
 
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport calloc
 from libc.string cimport memcpy
@@ -267,7 +267,7 @@ cdef DecodeRecord* record_of(object cls) except NULL:
     if known is not None:
         return <DecodeRecord*><size_t>known
     if not hasattr(cls, "__wire__"):
-        raise SchemaError(f"cannot decode into {cls.__module__}.{cls.__qualname__}: it does not say how it is written (__wire__)")
+        raise SchemaError(f"cannot decode into {cls.__module__}.{cls.__qualname__}: it has no __wire__")
     fields = dataclasses.fields(cls)
     if len(fields) > MAX_FIELDS:
         raise SchemaError(f"cannot decode into {cls.__qualname__}: more than {MAX_FIELDS} fields")

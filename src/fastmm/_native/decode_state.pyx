@@ -51,7 +51,7 @@ cdef int fail(DecodeState* s, const uint8_t* at, str message) except -1:
 
 
 cdef int fail_truncated(DecodeState* s) except -1:
-    raise TruncatedError(f"the frame ends here, after {s.reader.end - s.start} bytes, or a declared length is more than it holds",
+    raise TruncatedError(f"the frame of {s.reader.end - s.start} bytes ends amid this value, or a length is more than it holds",
                          path=path_text(s), frame=0, offset=s.reader.cur - s.start)
 
 

@@ -34,11 +34,10 @@ from .decode_state cimport (
     fmm_status_t,
     kind_word,
     read_array,
-    step_index,
 )
 from .frame cimport frame_new
 from .pool cimport Block, block_acquire
-from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, Family, tensor_make
+from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, tensor_make
 
 cnp.import_array()
 

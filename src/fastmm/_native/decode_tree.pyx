@@ -19,7 +19,6 @@ from .decode_plan cimport (
     ARRAY_LIST,
     ARRAY_NESTED,
     ARRAY_RECORD,
-    ARRAY_SET,
     ARRAY_SLICES,
     ARRAY_TENSOR,
     ARRAY_TOKENS,
@@ -36,7 +35,6 @@ from .decode_state cimport (
     FMM_KIND_ARRAY,
     FMM_KIND_BIN,
     FMM_KIND_BOOL,
-    FMM_KIND_EXT,
     FMM_KIND_FLOAT,
     FMM_KIND_INT,
     FMM_KIND_MAP,
@@ -358,10 +356,10 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
     cdef const DecodeField* field
     cdef int next_field = 0
     cdef int index
-    cdef uint32_t i
+    cdef uint32_t _pair
     obj = fmm_new(record.cls)
     enter(s)
-    for i in range(npairs):
+    for _pair in range(npairs):
         index = read_field_key(s, record, next_field)
         if index < 0:
             skip(s)  # unknown here: a newer sender's
@@ -393,11 +391,11 @@ cdef int read_field_key(DecodeState* s, const DecodeRecord* record, int next_fie
     cdef fmm_status_t status
     cdef size_t left = fmm_read_left(&s.reader)
     cdef uint64_t head
-    cdef int i, index
+    cdef int i, _turn, index
     if left >= 8:
         head = fmm_head8(at)
         index = next_field
-        for i in range(record.nfields):
+        for _turn in range(record.nfields):
             if index >= record.nfields:
                 index = 0
             field = &record.fields[index]
@@ -488,7 +486,6 @@ cdef object read_slices(DecodeState* s, int level):
     """A list of slices, or of lists of slices; a slice is told by its first element, which is no array."""
     cdef uint32_t nelem = read_array(s)
     cdef list items = PyList_New(nelem)
-    cdef fmm_reader_t ahead
     cdef uint32_t i
     enter(s)
     for i in range(nelem):

@@ -47,12 +47,12 @@ cdef class Decoder:
     Parameters
     ----------
     type
-        What a message is: a schema class (`EngineCoreRequest`, `EngineCoreOutputs`...), a type such as ``list[str]``, or None
-        for plain values, in which tensors stay lists of dtype, shape and index or bytes.
+        What a message is: a schema class (`EngineCoreRequest`, `EngineCoreOutputs`...), a type such as ``list[str]``, or
+        None for plain values, in which tensors stay lists of dtype, shape and index or bytes.
     tensors
-        What a tensor of a torch dtype name becomes: ``"torch"``, ``"numpy"`` or ``"wire"`` (`WireTensor`). numpy has no bfloat16
-        or float8: these become ml_dtypes' types, or `WireTensor` where ml_dtypes is not installed. A tensor of a numpy
-        dtype name becomes a numpy array (`WireTensor` for ``"wire"``), its byte order kept.
+        What a tensor of a torch dtype name becomes: ``"torch"``, ``"numpy"`` or ``"wire"`` (`WireTensor`). numpy has no
+        bfloat16 or float8: these become ml_dtypes' types, or `WireTensor` where ml_dtypes is not installed. A tensor of a
+        numpy dtype name becomes a numpy array (`WireTensor` for ``"wire"``), its byte order kept.
     token_ids
         What ``prompt_token_ids`` becomes: ``"list"`` of int, or ``"array"``, a numpy array of int64 that owns its memory.
     copy
