@@ -17,6 +17,7 @@ from .errors import (
     TransportTimeout,
     TruncatedError,
 )
+from .features import FlatSizes, build_features, fan_out
 from .schema import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -44,6 +45,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "FastmmError",
+    "FlatSizes",
     "Frame",
     "LimitError",
     "LoRARequest",
@@ -66,9 +68,11 @@ __all__ = [
     "WireTensor",
     "__version__",
     "available_isas",
+    "build_features",
     "cast",
     "encode_request",
     "encode_requests",
+    "fan_out",
     "get_include",
     "selected_isa",
 ]

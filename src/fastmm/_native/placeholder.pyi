@@ -1,0 +1,12 @@
+from typing import Any
+
+from fastmm.schema import PlaceholderRange
+
+class Prompt:
+    nelem: int | None
+    def __init__(self, token_ids: Any) -> None: ...
+
+class Marks:
+    def __init__(self, ids: list[int]) -> None: ...
+
+def place(placeholders: list[Any], prompt: Prompt, embed_ids: list[int] | None, as_torch: bool) -> list[PlaceholderRange]: ...
