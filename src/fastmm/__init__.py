@@ -3,7 +3,7 @@
 from ._include import get_include
 from ._native.cast import available_isas, cast, selected_isa
 from ._native.frame import Frame
-from .codec import Encoder, encode_request, encode_requests
+from .codec import Decoder, Encoder, decode_request, encode_request, encode_requests
 from .errors import (
     CompatError,
     DecodeError,
@@ -39,6 +39,7 @@ from .schema import (
 __all__ = [
     "CompatError",
     "DecodeError",
+    "Decoder",
     "EncodeError",
     "Encoder",
     "EngineCoreOutput",
@@ -70,6 +71,7 @@ __all__ = [
     "available_isas",
     "build_features",
     "cast",
+    "decode_request",
     "encode_request",
     "encode_requests",
     "fan_out",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ._native.decoder import Decoder
 from ._native.encoder import Encoder, default_threshold
+from .schema import EngineCoreRequest
 
-__all__ = ["Encoder", "encode_request", "encode_requests"]
+__all__ = ["Decoder", "Encoder", "decode_request", "encode_request", "encode_requests"]
 
-# One encoder for each set of options, so that its buffers stay warm from call to call.
+# One encoder and one decoder for each set of options, so that buffers and plans stay warm from call to call.
 _encoders: dict[tuple[Any, ...], Encoder] = {}
-_ENCODERS_MAX = 64
+_decoders: dict[tuple[Any, ...], Decoder] = {}
+_KEPT_MAX = 64
 
 
 def _encoder_for(
@@ -27,7 +30,8 @@ def _encoder_for(
     if threshold is None:
         threshold = default_threshold()
     # A bool or a float equals an int as a key, and must reach the check of the options all the same.
-    key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, type(threshold))
+    kinds = (type(threshold), type(max_depth), type(max_frames), type(max_payload_nbytes))
+    key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, kinds)
     try:
         encoder = _encoders.get(key)
     except TypeError:  # an unhashable hook
@@ -44,7 +48,7 @@ def _encoder_for(
             max_payload_nbytes=max_payload_nbytes,
         )
         if key:
-            if len(_encoders) >= _ENCODERS_MAX:
+            if len(_encoders) >= _KEPT_MAX:
                 _encoders.clear()
             _encoders[key] = encoder
     return encoder
@@ -118,3 +122,57 @@ def encode_requests(
     parameters are those of `encode_request`.
     """
     return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode_many(requests)
+
+
+def decode_request(
+    frames: Any,
+    *,
+    tensors: str = "torch",
+    token_ids: str = "list",
+    copy: bool = False,
+    max_depth: int = 64,
+    max_elements: int = 1 << 24,
+    max_frames: int = 65536,
+    max_payload_nbytes: int | None = None,
+) -> EngineCoreRequest:
+    """Read a request from its frames.
+
+    Parameters
+    ----------
+    frames
+        ``[main, aux 1, ...]``: `zmq.Frame`, bytes, memoryview, `Frame`, or anything else with the buffer protocol.
+    tensors
+        What tensors become: ``"torch"``, ``"numpy"`` or ``"wire"`` (`WireTensor`). Types that numpy lacks are
+        ``ml_dtypes`` arrays where that package is installed, else WireTensors. A tensor that the sender named as numpy
+        does (``"<f4"``) is a numpy array in the first two cases.
+    token_ids
+        ``"list"``, or ``"array"`` for a numpy array, which is many times as fast.
+    copy
+        False: tensors view the frames' memory and keep it alive; over a read-only frame (``bytes``, a received frame)
+        numpy arrays are read-only, and torch tensors, which cannot be, must not be written to. True: tensors own their
+        memory. Data that is not aligned for its type is copied either way.
+    max_depth, max_elements, max_frames, max_payload_nbytes
+        Limits of nesting, of items in the main frame, of aux frames and of tensor bytes.
+
+    Raises
+    ------
+    DecodeError
+        The frames are not what an encoder of this wire writes; TruncatedError and LimitError are kinds of it.
+    """
+    key = (tensors, token_ids, copy, max_depth, max_elements, max_frames, max_payload_nbytes)
+    decoder = _decoders.get(key)
+    if decoder is None:
+        decoder = Decoder(
+            EngineCoreRequest,
+            tensors=tensors,
+            token_ids=token_ids,
+            copy=copy,
+            max_depth=max_depth,
+            max_elements=max_elements,
+            max_frames=max_frames,
+            max_payload_nbytes=max_payload_nbytes,
+        )
+        if len(_decoders) >= _KEPT_MAX:
+            _decoders.clear()
+        _decoders[key] = decoder
+    return decoder.decode(frames)  # type: ignore[no-any-return]

@@ -12,9 +12,10 @@ from fastmm.errors import EncodeError, SchemaError
 
 from .cast cimport cast_target
 from .frame cimport frame_new
+from .message cimport Message, message_clear, message_new
 from .payload cimport payload_new
 from .pool cimport Block
-from .walk cimport Message, message_clear, message_new, message_write
+from .walk cimport message_write
 
 cdef extern from "fastmm/dtype.h" nogil:
     ctypedef struct fmm_dtype_info_t:
@@ -95,7 +96,8 @@ cdef class Encoder:
         A limit is passed.
     """
 
-    cdef list idle  # Messages not in use, warm
+    cdef Message spare  # not in use, warm; one thread alone never needs another
+    cdef list idle  # more of them
     cdef object target  # fmm_dtype_t or None
     cdef int target_nbytes
     cdef bint inplace
@@ -204,7 +206,10 @@ cdef class Encoder:
 
     cdef Message take(self):
         cdef Message message
-        if self.idle:
+        if self.spare is not None:
+            message = self.spare
+            self.spare = None
+        elif self.idle:
             message = self.idle.pop()
         else:
             message = message_new(
@@ -217,7 +222,10 @@ cdef class Encoder:
 
     cdef int give_back(self, Message message) except -1:
         message_clear(message)
-        self.idle.append(message)
+        if self.spare is None:
+            self.spare = message
+        else:
+            self.idle.append(message)
         return 0
 
     cdef list finish(self, Message message):

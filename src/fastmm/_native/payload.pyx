@@ -374,7 +374,9 @@ cdef int prepare(Payload payload) except -1:
         leaf = &payload.leaves[job.leaf]
         nbytes = job.nelem * payload.target_nbytes
         if job.leader == i:
-            if job.may_write and not leaf.shared_bytes and leaf.nbytes:
+            if job.may_write and not leaf.nbytes:
+                pass  # nothing is written
+            elif job.may_write and not leaf.shared_bytes:
                 if job.owner != asked_owner:  # items of one batch lie in one storage: one question for all
                     private = memory_is_private(job.src, leaf.nbytes)
                     asked_owner = job.owner

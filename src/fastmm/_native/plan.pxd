@@ -2,14 +2,13 @@
 
 from cpython.object cimport PyTypeObject
 from cpython.ref cimport PyObject
+from libc.stdint cimport uintptr_t
 
 from .tensor cimport Producer
 
 ctypedef enum Kind:
     KIND_NONE
-    KIND_BOOL
-    KIND_INT
-    KIND_FLOAT
+    KIND_NUMBER  # bool, int, float
     KIND_STR
     KIND_BYTES  # bytes, bytearray, memoryview
     KIND_LIST
@@ -25,28 +24,34 @@ ctypedef enum Kind:
     KIND_RAW  # msgspec.Raw: msgpack already
     KIND_UNKNOWN  # a user's hook may know
 
-ctypedef enum Default:  # when a field is left out of a map
-    DEFAULT_NEVER
-    DEFAULT_IDENTICAL  # the value is the very default object
-    DEFAULT_EMPTY  # the value is of exactly this type, and empty
+cdef extern from "c/plan_field.h":
+    cdef enum:
+        FMM_MODE_TENSOR
+        FMM_MODE_PAYLOAD
+        FMM_MODE_FIELD
+    ctypedef struct fmm_field_t:
+        Py_ssize_t offset
+        PyObject* identical
+        const char* key
+        int key_nbytes
+        int mode
+        PyObject* empty
+        PyObject* name
+        bint features
 
-cdef struct Field:
-    Py_ssize_t offset  # of the slot in the object, 0: in the instance's dict
-    PyObject* name  # attribute, interned, counted by the plan
-    const char* key  # the encoded map key, inside the plan's `keys`
-    int key_nbytes
-    Default default
-    PyObject* default_value  # the object or the type, counted by the plan
-    bint tensor  # holds torch tensors in the engine: numpy arrays are named as torch names them
-    bint payload  # is cast when a dtype is asked for
-    bint features  # the list that requests of one prompt may share
+cdef enum:
+    PLAN_CACHE_SIZE = 512
+
+cdef struct PlanEntry:
+    PyTypeObject* cls
+    PyObject* plan
 
 cdef class Plan:
     cdef Kind kind
     cdef Producer producer  # KIND_TENSOR
     cdef object convert  # KIND_CONVERT
     # KIND_STRUCT
-    cdef Field* fields  # owned
+    cdef fmm_field_t* fields  # owned
     cdef int nfields
     cdef bint as_array
     cdef bint wide_header  # a map whose header is chosen by the declared fields, as msgspec does with omit_defaults
@@ -59,10 +64,18 @@ cdef class Plan:
     cdef int head_nelem  # elements or pairs that `head` adds to the header's count
     cdef bint wrapped  # [factory, {fields}]: `head` holds the array's header and the name
     cdef bytes keys
-    cdef list keepalive
+    cdef list keepalive  # names and defaults that the fields point to
+    cdef bint user_dict  # KIND_MAPPING: a UserDict, read by its `data`
 
 # Borrowed: plans live as long as their type does.
-cdef PyObject* plan_of(PyTypeObject* cls) except NULL
+cdef PyObject* plan_find(PyTypeObject* cls) except NULL
 
-# The object that msgspec uses for "not there", borrowed; NULL while msgspec is not imported.
+# The last plans asked for, direct-mapped by the address of the type.
+cdef PlanEntry plan_cache[PLAN_CACHE_SIZE]
+
+cdef inline PyObject* plan_of(PyTypeObject* cls) except NULL:
+    cdef PlanEntry* entry = &plan_cache[(<uintptr_t>cls >> 4) % PLAN_CACHE_SIZE]
+    return entry.plan if entry.cls == cls else plan_find(cls)
+
+# The object that msgspec uses for "not there", borrowed; NULL while no struct of msgspec was met.
 cdef PyObject* unset_object

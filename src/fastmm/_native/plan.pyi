@@ -1,7 +1,7 @@
 from typing import Any
 
 FACTORIES: dict[tuple[str, str], str]
-TENSOR_FIELDS: dict[str, dict[str, bool]]
+MODES: dict[str, dict[str, int]]
 
 class Plan: ...
 

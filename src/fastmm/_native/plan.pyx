@@ -12,13 +12,14 @@ import enum
 import sys
 import uuid
 import weakref
+from collections import UserDict
 from collections.abc import Mapping
 
 import msgpack
 import numpy
 
 from cpython.object cimport PyTypeObject
-from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -46,14 +47,7 @@ cdef extern from *:
     Py_ssize_t fmm_slot_offset(object descriptor)
     bint fmm_exports_buffer(object cls)
 
-cdef enum:
-    CACHE_SIZE = 512  # direct-mapped, by the address of the type
-
-cdef struct CacheEntry:
-    PyTypeObject* cls
-    PyObject* plan
-
-cdef CacheEntry plan_cache[CACHE_SIZE]
+cdef PlanEntry plan_cache[PLAN_CACHE_SIZE]
 cdef dict plans = {}  # id of the type -> (weak reference to it, its plan)
 cdef PyObject* unset_object = NULL
 cdef object unset_holder = None
@@ -64,23 +58,17 @@ FACTORIES = {
     ("vllm.multimodal.inputs", "MultiModalFlatField"): "flat",
     ("vllm.multimodal.inputs", "MultiModalSharedField"): "shared",
 }
-# Field names that hold torch tensors in the engine, by class; True where a cast of the payload applies.
-TENSOR_FIELDS = {
-    "MultiModalFieldElem": {"data": True},
-    "MmFieldElem": {"data": True},
-    "PlaceholderRange": {"is_embed": False},
-    "EngineCoreRequest": {"prompt_embeds": True},
+# What the fields of some classes hold, by the class's name: FMM_MODE_* of plan_field.h.
+MODES = {
+    "MultiModalFieldElem": {"data": FMM_MODE_TENSOR | FMM_MODE_PAYLOAD, "field": FMM_MODE_FIELD},
+    "MmFieldElem": {"data": FMM_MODE_TENSOR | FMM_MODE_PAYLOAD, "field": FMM_MODE_FIELD},
+    "PlaceholderRange": {"is_embed": FMM_MODE_TENSOR},
+    "EngineCoreRequest": {"prompt_embeds": FMM_MODE_TENSOR | FMM_MODE_PAYLOAD},
 }
 
 
-cdef inline size_t cache_slot(PyTypeObject* cls) noexcept:
-    return (<uintptr_t>cls >> 4) % CACHE_SIZE
-
-
-cdef PyObject* plan_of(PyTypeObject* cls) except NULL:
-    cdef CacheEntry* entry = &plan_cache[cache_slot(cls)]
-    if entry.cls == cls:
-        return entry.plan
+cdef PyObject* plan_find(PyTypeObject* cls) except NULL:
+    cdef PlanEntry* entry = cache_entry(cls)
     known = plans.get(<uintptr_t>cls)
     plan = plan_make(<object>cls) if known is None else known[1]
     entry.cls = cls
@@ -88,12 +76,16 @@ cdef PyObject* plan_of(PyTypeObject* cls) except NULL:
     return entry.plan
 
 
+cdef PlanEntry* cache_entry(PyTypeObject* cls) noexcept:
+    return &plan_cache[(<uintptr_t>cls >> 4) % PLAN_CACHE_SIZE]
+
+
 cdef Plan plan_make(object cls):
     cdef Plan plan = plan_build(cls)
     cdef uintptr_t key = <uintptr_t><PyObject*>cls
 
     def forget(_, key=key):  # the address may be a new type's tomorrow
-        cdef CacheEntry* entry = &plan_cache[cache_slot(<PyTypeObject*><uintptr_t>key)]
+        cdef PlanEntry* entry = cache_entry(<PyTypeObject*><uintptr_t>key)
         if entry.cls == <PyTypeObject*><uintptr_t>key:
             entry.cls = NULL
         plans.pop(key, None)
@@ -113,16 +105,11 @@ cdef class Plan:
         raise TypeError("plans are made by the encoder")
 
     def __dealloc__(self):
-        cdef int i
-        if self.fields:
-            for i in range(self.nfields):
-                Py_XDECREF(self.fields[i].name)
-                Py_XDECREF(self.fields[i].default_value)
-            free(self.fields)
+        free(self.fields)
 
 
 cdef dict BUILTINS = {
-    type(None): KIND_NONE, bool: KIND_BOOL, int: KIND_INT, float: KIND_FLOAT, str: KIND_STR,
+    type(None): KIND_NONE, bool: KIND_NUMBER, int: KIND_NUMBER, float: KIND_NUMBER, str: KIND_STR,
     bytes: KIND_BYTES, bytearray: KIND_BYTES, memoryview: KIND_BYTES, slice: KIND_SLICE,
 }
 # Subclasses of these are read as their base, as msgspec does; subclasses of the scalars above are not.
@@ -172,7 +159,9 @@ cdef Plan plan_build(object cls):
     if (cls.__module__, cls.__qualname__) == ("vllm.v1.serial_utils", "UtilityResult"):
         return convert_plan(lambda utility: (None, utility.result))
     if issubclass(cls, Mapping):
-        return plan_new(KIND_MAPPING)
+        plan = plan_new(KIND_MAPPING)
+        plan.user_dict = issubclass(cls, UserDict)
+        return plan
     if fmm_exports_buffer(cls):
         plan = plan_new(KIND_TENSOR)
         plan.producer = Producer.__new__(Producer)
@@ -208,48 +197,45 @@ def iso_duration(delta):
 # --- structs ----------------------------------------------------------------------------------------------------------
 
 
-cdef bytes packed_key(object name):
-    return msgpack.packb(name)
+cdef object NOTHING = object()  # no value of a field
 
 
 cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_array, bint in_dict):
-    """``defaults`` has one (Default, object or None) per field."""
+    """``defaults`` has one pair per field: the object that is left out, the type whose empty ones are; NOTHING for none."""
     cdef Plan plan = plan_new(KIND_STRUCT)
     cdef Py_ssize_t position = 0
-    cdef Field* field
+    cdef fmm_field_t* field
     cdef int i
-    tensors = {}
+    modes = {}
     for base in cls.__mro__:
-        tensors.update(TENSOR_FIELDS.get(base.__name__, {}))
+        modes.update(MODES.get(base.__name__, {}))
     plan.as_array = as_array
     plan.in_dict = in_dict
     plan.head = b""
-    plan.keepalive = [sys.intern(name) for name in names]
-    encoded = [packed_key(key) for key in keys]
-    plan.keys = b"".join(encoded) + bytes(16)  # padding, so that keys can be copied 16 bytes at a time
     plan.properties = frozenset()
+    names = [sys.intern(name) for name in names]
+    plan.keepalive = [names, defaults]
+    encoded = [msgpack.packb(key) for key in keys]
+    plan.keys = b"".join(encoded) + bytes(16)  # padding, so that keys can be copied 16 bytes at a time
     plan.nfields = len(names)
-    plan.fields = <Field*>calloc(max(plan.nfields, 1), sizeof(Field))
+    plan.fields = <fmm_field_t*>calloc(max(plan.nfields, 1), sizeof(fmm_field_t))
     if plan.fields is NULL:
         raise MemoryError()
     for i in range(plan.nfields):
         field = &plan.fields[i]
-        name = plan.keepalive[i]
+        name = names[i]
         field.offset = 0 if in_dict else fmm_slot_offset(find_attribute(cls, name))
         if field.offset == 0:
             plan.in_dict = True
-        Py_INCREF(name)
         field.name = <PyObject*>name
         field.key = <const char*>plan.keys + position
         field.key_nbytes = len(encoded[i])
         position += field.key_nbytes
-        field.default, value = defaults[i]
-        if field.default != DEFAULT_NEVER:
-            Py_INCREF(value)
-            field.default_value = <PyObject*>value
-            plan.may_omit = True
-        field.tensor = name in tensors
-        field.payload = tensors.get(name, False)
+        identical, empty = defaults[i]
+        field.identical = <PyObject*>identical
+        field.empty = NULL if empty is NOTHING else <PyObject*>empty
+        plan.may_omit = plan.may_omit or identical is not NOTHING or empty is not NOTHING
+        field.mode = modes.get(name, 0)
         field.features = name == "mm_features"
     return plan
 
@@ -264,10 +250,10 @@ cdef object find_attribute(object cls, str name):
 cdef object default_of(object value, object factory, object missing):
     """When msgspec leaves a field out: the very default object, or an empty list, dict or set of the default factory."""
     if factory is list or factory is dict or factory is set:
-        return (DEFAULT_EMPTY, factory)
+        return (NOTHING, factory)
     if value is not missing and factory is missing:
-        return (DEFAULT_IDENTICAL, value)
-    return (DEFAULT_NEVER, None)
+        return (value, NOTHING)
+    return (NOTHING, NOTHING)
 
 
 cdef Plan msgspec_plan(object cls):
@@ -280,7 +266,7 @@ cdef Plan msgspec_plan(object cls):
     names = list(cls.__struct_fields__)
     as_array = bool(config.array_like)
     omit = bool(config.omit_defaults) and not as_array
-    defaults = [(DEFAULT_NEVER, None)] * len(names)
+    defaults = [(NOTHING, NOTHING)] * len(names)
     if omit:
         given = cls.__struct_defaults__
         for i, value in enumerate(given, len(names) - len(given)):
@@ -304,7 +290,7 @@ cdef Plan record_plan(object cls):
     names = [field.name for field in fields]
     omit = cls.__wire__ == "map-omit-defaults"
     defaults = [
-        default_of(field.default, field.default_factory, dataclasses.MISSING) if omit else (DEFAULT_NEVER, None)
+        default_of(field.default, field.default_factory, dataclasses.MISSING) if omit else (NOTHING, NOTHING)
         for field in fields
     ]
     plan = struct_plan(cls, names, names, defaults, cls.__wire__ == "array", False)
@@ -319,7 +305,7 @@ cdef Plan dataclass_plan(object cls):
     cdef Plan plan
     names = [field.name for field in dataclasses.fields(cls)]
     slots = all(fmm_slot_offset(find_attribute(cls, name)) for name in names)
-    plan = struct_plan(cls, names, names, [(DEFAULT_NEVER, None)] * len(names), False, not slots)
+    plan = struct_plan(cls, names, names, [(NOTHING, NOTHING)] * len(names), False, not slots)
     plan.may_omit = plan.missing_ok = True
     computed = hasattr(cls, "__getattr__") or cls.__getattribute__ is not object.__getattribute__
     plan.properties = frozenset(

@@ -41,9 +41,9 @@ cdef extern from "fastmm/dlpack.h" nogil:
         fmm_dl_exchange_header_t* prev_api
     ctypedef struct fmm_dl_exchange_api_t:
         fmm_dl_exchange_header_t header
-        int (*managed_tensor_from_py_object_no_sync)(void*, fmm_dl_managed_t**) except -1
+        int (*managed_tensor_from_py_object_no_sync)(void*, fmm_dl_managed_t**) noexcept
         int (*managed_tensor_to_py_object_no_sync)(fmm_dl_managed_t*, void**) except -1
-        int (*dltensor_from_py_object_no_sync)(void*, fmm_dl_tensor_t*) except -1
+        int (*dltensor_from_py_object_no_sync)(void*, fmm_dl_tensor_t*) noexcept
 
 cdef extern from "Python.h":
     # A method descriptor's C function, called without the descriptor around it: `self` and NULL.
@@ -64,8 +64,7 @@ cdef class Producer:
 
     cdef Family family
     cdef const fmm_dl_exchange_api_t* api  # FAMILY_EXCHANGE only
-    cdef NoArgsMethod is_neg  # these three may be NULL: not torch's
-    cdef NoArgsMethod is_conj
+    cdef NoArgsMethod is_neg  # these two may be NULL: not torch's
     cdef NoArgsMethod untyped_storage
     cdef object keepalive  # the descriptors and the capsule behind the pointers above
 
@@ -83,6 +82,7 @@ cdef struct TensorView:
     bint writable  # as far as the producer says
     bint moved  # brought to the host from another device
     bint swapped  # elements are in the other byte order
+    char numpy_kind  # numpy's letter of the type, where the name is numpy's
     bint numpy_style  # the producer names types as numpy does ("<f4"), not as torch does ("float32")
     PyObject* holder  # counted or NULL: what was made to get at the memory
 
@@ -99,8 +99,12 @@ cdef object tensor_owner(Producer producer, PyObject* obj, TensorView* view)
 # Whether memory may be written without a file or another process noticing: `fmm_memory_is_private` of memory_kind.h.
 cdef bint memory_is_private(const void* data, size_t nbytes) noexcept
 
+# The same of what `tensor_owner` gave, where its type knows: memory that torch's or numpy's allocator gave them is.  False
+# means "ask memory_is_private", which costs microseconds.
+cdef bint owner_is_private(object owner) except -1
+
 # numpy's name of the viewed type ("<f4", "|b1", "<U2") into `name`; returns its length.
-cdef int numpy_name(PyObject* obj, TensorView* view, char* name) except -1
+cdef int numpy_name(TensorView* view, char* name) noexcept
 
 # Gathers the elements in C order into `out`, which has room for view.nbytes.
 cdef void tensor_gather(const TensorView* view, void* out) noexcept nogil

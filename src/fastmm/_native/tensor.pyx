@@ -58,6 +58,7 @@ cdef extern from "fastmm/strided.h" nogil:
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
     int METH_NOARGS
+    PyObject* Py_True  # `<PyObject*>True` would be the number 1, cast to a pointer
     bint Py_IsInitialized() nogil
     ctypedef int PyGILState_STATE
     PyGILState_STATE PyGILState_Ensure() nogil
@@ -76,6 +77,7 @@ cdef extern from *:
     NoArgsMethod fmm_noargs_function(object descriptor)
 
 cdef int numpy_dtypes[64]  # numpy's type_num of the built-in types -> fmm_dtype_t
+cdef signed char dlpack_dtypes[32][256]  # DLPack's code and bits -> fmm_dtype_t
 cdef dict extension_dtypes = {}  # dtype objects of ml_dtypes -> fmm_dtype_t
 
 
@@ -89,7 +91,15 @@ def _fill_numpy_dtypes():
         numpy_dtypes[descr.type_num] = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
 
 
+def _fill_dlpack_dtypes():
+    cdef int code, bits
+    for code in range(32):
+        for bits in range(256):
+            dlpack_dtypes[code][bits] = fmm_dtype_from_dlpack(code, bits, 1)
+
+
 _fill_numpy_dtypes()
+_fill_dlpack_dtypes()
 
 
 cdef Producer producer_of(object cls):
@@ -107,10 +117,9 @@ cdef Producer producer_of(object cls):
         if api is not NULL:
             producer = producer_new(FAMILY_EXCHANGE)
             producer.api = api
-            descriptors = [getattr(cls, name, None) for name in ("is_neg", "is_conj", "untyped_storage")]
+            descriptors = [getattr(cls, name, None) for name in ("is_neg", "untyped_storage")]
             producer.is_neg = fmm_noargs_function(descriptors[0])
-            producer.is_conj = fmm_noargs_function(descriptors[1])
-            producer.untyped_storage = fmm_noargs_function(descriptors[2])
+            producer.untyped_storage = fmm_noargs_function(descriptors[1])
             producer.keepalive = (capsule, descriptors)
             return producer
     if hasattr(cls, "__dlpack__"):
@@ -170,16 +179,12 @@ cdef int view_exchange(Producer producer, PyObject* obj, TensorView* view) excep
     cdef fmm_dl_managed_t* managed = NULL
     cdef PyObject* answer
     if producer.api.dltensor_from_py_object_no_sync is not NULL:
-        try:
-            producer.api.dltensor_from_py_object_no_sync(obj, &tensor)
-        except Exception as error:
-            raise refusal(<object>obj, error) from None
+        if producer.api.dltensor_from_py_object_no_sync(obj, &tensor) < 0:
+            refuse(<object>obj)
         view.writable = True
     else:
-        try:
-            producer.api.managed_tensor_from_py_object_no_sync(obj, &managed)
-        except Exception as error:
-            raise refusal(<object>obj, error) from None
+        if producer.api.managed_tensor_from_py_object_no_sync(obj, &managed) < 0:
+            refuse(<object>obj)
         hold(view, PyCapsule_New(managed, "fastmm.managed", release_managed))
         tensor = managed.tensor
         view.writable = not managed.flags & FMM_DL_FLAG_READ_ONLY
@@ -188,19 +193,38 @@ cdef int view_exchange(Producer producer, PyObject* obj, TensorView* view) excep
         return view_device(producer, <object>obj, view)
     if view.dtype == FMM_DTYPE_NONE:
         raise refusal(<object>obj, None)
-    # A negated or conjugated view of complex numbers is lazy: its memory does not hold what it shows.
+    if view.data is NULL and view.nelem:
+        raise SchemaError("expected a tensor with memory, got one without (a fake or zero tensor of torch's): materialise it")
     if producer.is_neg is not NULL and fmm_dtype_infos[view.dtype].number_class >= FMM_CLASS_FLOAT:
         answer = producer.is_neg(obj, NULL)
         Py_DECREF(<object>answer)
-        if answer == <PyObject*>True:
-            raise SchemaError("expected a tensor whose memory holds its values, got one with the negative bit set: "
-                              "call .resolve_neg() first")
-        if fmm_dtype_infos[view.dtype].number_class == FMM_CLASS_COMPLEX and producer.is_conj is not NULL:
-            answer = producer.is_conj(obj, NULL)
-            Py_DECREF(<object>answer)
-            if answer == <PyObject*>True:
-                raise SchemaError("expected a tensor whose memory holds its values, got a lazily conjugated one: "
-                                  "call .resolve_conj() first")
+        if answer == Py_True or fmm_dtype_infos[view.dtype].number_class == FMM_CLASS_COMPLEX:
+            refuse_lazy(<object>obj)
+    return 0
+
+
+cdef int refuse_lazy(object tensor) except -1:
+    """A negated or conjugated view of complex numbers is lazy: its memory does not hold what it shows."""
+    for question, word, advice in (("is_neg", "negated", "resolve_neg"), ("is_conj", "conjugated", "resolve_conj")):
+        if getattr(tensor, question)():
+            raise SchemaError(f"expected a tensor whose memory holds its values, got a lazily {word} one: "
+                              f"call .{advice}() first")
+    return 0
+
+
+cdef extern from *:
+    """
+    static int fmm_pending(void) { return -1; }
+    """
+    int pending_exception "fmm_pending"() except -1
+
+
+cdef int refuse(object tensor) except -1:
+    """The producer set an exception: puts our own in its place."""
+    try:
+        pending_exception()
+    except Exception as error:
+        raise refusal(tensor, error) from None
     return 0
 
 
@@ -221,7 +245,9 @@ cdef int view_device(Producer producer, object tensor, TensorView* view) except 
 
 
 cdef int view_from_dlpack(const fmm_dl_tensor_t* tensor, TensorView* view) except -1:
-    cdef int dtype = fmm_dtype_from_dlpack(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
+    cdef int dtype = FMM_DTYPE_NONE
+    if tensor.dtype.lanes == 1 and tensor.dtype.code < 32:
+        dtype = dlpack_dtypes[tensor.dtype.code][tensor.dtype.bits]
     view.dtype = dtype
     view.item_nbytes = fmm_dtype_infos[dtype].item_nbytes if dtype != FMM_DTYPE_NONE else 1
     view.data = <uint8_t*>tensor.data + tensor.byte_offset
@@ -278,10 +304,12 @@ cdef int view_numpy(PyObject* obj, TensorView* view) except -1:
     if 0 <= number < 64 and numpy_dtypes[number] != FMM_DTYPE_NONE:
         view.dtype = numpy_dtypes[number]
         view.item_nbytes = fmm_dtype_infos[view.dtype].item_nbytes
+        view.numpy_kind = fmm_dtype_infos[view.dtype].numpy_kind
     else:
         descr = <cnp.dtype><object><PyObject*>cnp.PyArray_DESCR(array)
         view.dtype = dtype_of_extension(descr)
         view.item_nbytes = <int>descr.itemsize
+        view.numpy_kind = descr.kind
         if view.dtype != FMM_DTYPE_NONE:
             view.numpy_style = False  # bfloat16 and float8 have no name of numpy's
         elif chr(descr.kind) not in "SUfc":
@@ -341,6 +369,7 @@ cdef int view_wire(object tensor, TensorView* view) except -1:
             raise SchemaError(f"expected a tensor of numbers, bools or strings, got dtype {tensor.dtype!r}")
         view.dtype = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
         view.item_nbytes = <int>descr.itemsize
+        view.numpy_kind = descr.kind
         view.swapped = descr.byteorder == c">"
         view.numpy_style = True
     else:
@@ -416,20 +445,35 @@ cdef bint memory_is_private(const void* data, size_t nbytes) noexcept:
     return fmm_memory_is_private(data, nbytes)
 
 
-cdef int numpy_name(PyObject* obj, TensorView* view, char* name) except -1:
+cdef object torch_storage = None  # torch's class, once one was seen
+
+
+cdef bint owner_is_private(object owner) except -1:
+    global torch_storage
+    cdef type cls = type(owner)
+    if cls is cnp.ndarray:
+        base = owner
+        while type(base) is cnp.ndarray:
+            if cnp.PyArray_FLAGS(<cnp.ndarray>base) & cnp.NPY_ARRAY_OWNDATA:
+                return True
+            base = <object>cnp.PyArray_BASE(<cnp.ndarray>base) if cnp.PyArray_BASE(<cnp.ndarray>base) is not NULL else None
+        return False
+    if torch_storage is None and cls.__name__ == "UntypedStorage" and cls.__module__ == "torch.storage":
+        torch_storage = cls
+    if cls is torch_storage:
+        # Files and foreign memory cannot be resized; share_memory_ keeps the permission but is known as shared.
+        return owner.resizable() and not owner.is_shared()
+    return False
+
+
+cdef int numpy_name(TensorView* view, char* name) noexcept:
     """As numpy's own `dtype.str`: byte order, kind, size (characters for "U")."""
-    cdef char order, kind
-    cdef int size = view.item_nbytes
-    if view.dtype != FMM_DTYPE_NONE:
-        kind = fmm_dtype_infos[view.dtype].numpy_kind
-    else:
-        kind = (<cnp.dtype><object><PyObject*>cnp.PyArray_DESCR(<cnp.ndarray>obj)).kind
-    if kind == c"U":
-        size //= 4
-        order = c">" if view.swapped else c"<"
-    else:
-        order = c"|" if view.item_nbytes == 1 or kind == c"S" else c">" if view.swapped else c"<"
-    return write_name(name, order, kind, size)
+    cdef char order = c">" if view.swapped else c"<"
+    if view.numpy_kind == c"U":
+        return write_name(name, order, view.numpy_kind, view.item_nbytes // 4)
+    if view.item_nbytes == 1 or view.numpy_kind == c"S":
+        order = c"|"
+    return write_name(name, order, view.numpy_kind, view.item_nbytes)
 
 
 cdef extern from *:

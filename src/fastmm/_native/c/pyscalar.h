@@ -1,0 +1,226 @@
+/* Python scalars into msgpack without a call per object. Needs the GIL; runs no Python code. */
+#ifndef FASTMM_PYSCALAR_H
+#define FASTMM_PYSCALAR_H
+
+#include <Python.h>
+#if PY_VERSION_HEX < 0x030b0000
+#include <longintrepr.h>
+#endif
+#include <stdint.h>
+#include <string.h>
+
+#include "fastmm/msgpack_write.h"
+#include "plan_field.h"
+
+/* Since 3.12 the digits lie behind a tag that holds their number and the sign. */
+#if PY_VERSION_HEX >= 0x030c0000
+#define FMM_PYLONG_SIZE(o) (((PyLongObject *)(o))->long_value.lv_tag)
+#define FMM_PYLONG_DIGIT(o) (((PyLongObject *)(o))->long_value.ob_digit[0])
+#define FMM_PYLONG_ONE_DIGIT ((uintptr_t)1 << 3) /* one digit, positive */
+#else
+#define FMM_PYLONG_SIZE(o) ((uintptr_t)Py_SIZE(o))
+#define FMM_PYLONG_DIGIT(o) (((PyLongObject *)(o))->ob_digit[0])
+#define FMM_PYLONG_ONE_DIGIT ((uintptr_t)1)
+#endif
+
+/* Copies nelem ids out of a list's items. Returns 1 when all are plain ints of one digit (1 to 2^30 - 1; with zero and
+ * anything else the caller takes the general way); `ids` is rubbish otherwise. No branch inside: one test per call. */
+static inline int fmm_gather_ids(PyObject *const *items, Py_ssize_t nelem, uint32_t *ids)
+{
+    uintptr_t other = 0;
+    for (Py_ssize_t i = 0; i < nelem; i++) {
+        PyObject *item = items[i];
+        if (!Py_IS_TYPE(item, &PyLong_Type)) return 0; /* what is no int has no digit to read */
+        other |= FMM_PYLONG_SIZE(item) ^ FMM_PYLONG_ONE_DIGIT;
+        ids[i] = FMM_PYLONG_DIGIT(item);
+    }
+    return other == 0;
+}
+
+/* A plain int as int64_t: 1, or 0 when it has more than two digits (ask Python then). */
+static inline int fmm_pylong_small(PyObject *item, int64_t *value)
+{
+#if PY_VERSION_HEX >= 0x030c0000
+    if (!PyUnstable_Long_IsCompact((PyLongObject *)item)) return 0;
+    *value = PyUnstable_Long_CompactValue((PyLongObject *)item);
+    return 1;
+#else
+    const Py_ssize_t size = Py_SIZE(item);
+    if (size == 0) {
+        *value = 0;
+    } else if (size == 1) {
+        *value = FMM_PYLONG_DIGIT(item);
+    } else if (size == -1) {
+        *value = -(int64_t)FMM_PYLONG_DIGIT(item);
+    } else {
+        return 0;
+    }
+    return 1;
+#endif
+}
+
+/* The longest scalar that fmm_put_scalar writes: a string header and 255 bytes. */
+#define FMM_PUT_SCALAR_MAX_NBYTES 258
+
+/* Writes None, a bool, a small int, a float or a short ASCII string at p, which has room for the longest of them; returns
+ * where the next byte goes. NULL: the object is something else, nothing was written. */
+static inline uint8_t *fmm_put_scalar(uint8_t *p, PyObject *obj)
+{
+    int64_t value;
+    if (obj == Py_None) return fmm_write_nil(p);
+    if (Py_IS_TYPE(obj, &PyLong_Type)) return fmm_pylong_small(obj, &value) ? fmm_write_int(p, value) : NULL;
+    if (Py_IS_TYPE(obj, &PyUnicode_Type)) {
+        if (!PyUnicode_IS_COMPACT_ASCII(obj)) return NULL;
+        const Py_ssize_t nbytes = PyUnicode_GET_LENGTH(obj);
+        if (nbytes > 255) return NULL;
+        p = fmm_write_str_header(p, (uint32_t)nbytes);
+        memcpy(p, PyUnicode_1BYTE_DATA(obj), (size_t)nbytes);
+        return p + nbytes;
+    }
+    if (Py_IS_TYPE(obj, &PyBool_Type)) return fmm_write_bool(p, obj == Py_True);
+    if (Py_IS_TYPE(obj, &PyFloat_Type)) return fmm_write_float(p, PyFloat_AS_DOUBLE(obj));
+    return NULL;
+}
+
+/* Whether obj is exactly of the type (list, dict or set) and empty. */
+static inline int fmm_is_empty(PyObject *obj, PyObject *type)
+{
+    if ((PyObject *)Py_TYPE(obj) != type) return 0;
+    if (type == (PyObject *)&PyList_Type) return PyList_GET_SIZE(obj) == 0;
+    if (type == (PyObject *)&PyDict_Type) return PyDict_GET_SIZE(obj) == 0;
+    return PySet_GET_SIZE(obj) == 0;
+}
+
+static inline PyObject *fmm_slot_value(PyObject *obj, const fmm_field_t *field)
+{
+    return *(PyObject **)((char *)obj + field->offset);
+}
+
+/* The longest key and scalar of one field in a run: keys of more than 255 bytes end the run. */
+#define FMM_PUT_FIELD_MAX_NBYTES (16 + 258 + FMM_PUT_SCALAR_MAX_NBYTES)
+
+static inline uint8_t *fmm_put_key(uint8_t *p, const fmm_field_t *field)
+{
+    memcpy(p, field->key, 16);
+    if (field->key_nbytes > 16) memcpy(p + 16, field->key + 16, (size_t)field->key_nbytes - 16);
+    return p + field->key_nbytes;
+}
+
+/* Writes the slots from *index on that hold scalars; stops at the first other one, *index then says which. */
+static inline uint8_t *fmm_put_array_run(uint8_t *p, PyObject *obj, const fmm_field_t *fields, int nfields, int *index)
+{
+    int i = *index;
+    for (; i < nfields; i++) {
+        PyObject *value = fmm_slot_value(obj, &fields[i]);
+        if (value == Py_None && !(fields[i].mode & FMM_MODE_FIELD)) {
+            *p++ = 0xc0;
+            continue;
+        }
+        uint8_t *after = value != NULL && !fields[i].mode ? fmm_put_scalar(p, value) : NULL;
+        if (after == NULL) break;
+        p = after;
+    }
+    *index = i;
+    return p;
+}
+
+/* The same for a map: keys and values, leaving out what the field says. *count goes up with each pair. */
+static inline uint8_t *fmm_put_map_run(uint8_t *p, PyObject *obj, const fmm_field_t *fields, int nfields, int *index,
+                                       int *count, PyObject *unset)
+{
+    int i = *index;
+    for (; i < nfields; i++) {
+        const fmm_field_t *field = &fields[i];
+        PyObject *value = fmm_slot_value(obj, field);
+        if (value == field->identical) continue;
+        if (value == NULL || value == unset || field->key_nbytes > 255) break;
+        if (field->mode && (value != Py_None || field->mode & FMM_MODE_FIELD)) break; /* no place for scalars */
+        if (field->empty != NULL && fmm_is_empty(value, field->empty)) continue;
+        uint8_t *after = fmm_put_scalar(fmm_put_key(p, field), value);
+        if (after == NULL) break;
+        p = after;
+        ++*count;
+    }
+    *index = i;
+    return p;
+}
+
+/* Writes a slice's bound; NULL when it is neither None nor a small int. */
+static inline uint8_t *fmm_put_bound(uint8_t *p, PyObject *bound)
+{
+    int64_t value;
+    if (bound == Py_None) return fmm_write_nil(p);
+    if (!Py_IS_TYPE(bound, &PyLong_Type) || !fmm_pylong_small(bound, &value)) return NULL;
+    return fmm_write_int(p, value);
+}
+
+/* `[start, stop, step]`; NULL when a bound is not plain. */
+static inline uint8_t *fmm_put_slice(uint8_t *p, PyObject *obj)
+{
+    const PySliceObject *slice = (const PySliceObject *)obj;
+    p = fmm_put_bound(fmm_write_array_header(p, 3), slice->start);
+    if (p != NULL) p = fmm_put_bound(p, slice->stop);
+    return p != NULL ? fmm_put_bound(p, slice->step) : NULL;
+}
+
+#define FMM_PUT_SLICE_MAX_NBYTES 28
+/* Tuples of more slices than this are written the general way. */
+#define FMM_PUT_SLICES_MAX_NDIM 8
+#define FMM_PUT_SLICES_MAX_NBYTES (1 + FMM_PUT_SLICES_MAX_NDIM * FMM_PUT_SLICE_MAX_NBYTES)
+
+/* A slice or a tuple of slices, one per dimension; NULL when it is something else. */
+static inline uint8_t *fmm_put_slices_item(uint8_t *p, PyObject *item)
+{
+    if (Py_IS_TYPE(item, &PySlice_Type)) return fmm_put_slice(p, item);
+    if (!Py_IS_TYPE(item, &PyTuple_Type)) return NULL;
+    const Py_ssize_t ndim = PyTuple_GET_SIZE(item);
+    if (ndim > FMM_PUT_SLICES_MAX_NDIM) return NULL;
+    p = fmm_write_array_header(p, (uint32_t)ndim);
+    for (Py_ssize_t axis = 0; axis < ndim && p != NULL; axis++) {
+        PyObject *slice = PyTuple_GET_ITEM(item, axis);
+        p = Py_IS_TYPE(slice, &PySlice_Type) ? fmm_put_slice(p, slice) : NULL;
+    }
+    return p;
+}
+
+/* Writes the slices that `items` begins with, as far as they are plain; *index goes up with each. */
+static inline uint8_t *fmm_put_slices(uint8_t *p, PyObject *const *items, Py_ssize_t nelem, Py_ssize_t *index)
+{
+    for (Py_ssize_t i = 0; i < nelem; i++) {
+        uint8_t *after = fmm_put_slices_item(p, items[i]);
+        if (after == NULL) break;
+        p = after;
+        ++*index;
+    }
+    return p;
+}
+
+/* How many of the items, from the first on, are the very same object: a placeholder's token, repeated. */
+static inline Py_ssize_t fmm_same_run(PyObject *const *items, Py_ssize_t nelem)
+{
+    Py_ssize_t run = 1;
+    const uintptr_t first = (uintptr_t)items[0];
+    while (run + 8 <= nelem) {
+        uintptr_t other = 0;
+        for (int i = 0; i < 8; i++) other |= (uintptr_t)items[run + i] ^ first;
+        if (other) break;
+        run += 8;
+    }
+    while (run < nelem && (uintptr_t)items[run] == first) run++;
+    return run;
+}
+
+/* Repeats the nbytes at p until there are `times` of them; needs times * nbytes of room. */
+static inline uint8_t *fmm_repeat(uint8_t *p, size_t nbytes, size_t times)
+{
+    const size_t total = nbytes * times;
+    size_t done = nbytes;
+    while (done < total) {
+        const size_t step = done < total - done ? done : total - done;
+        memcpy(p + done, p, step);
+        done += step;
+    }
+    return p + total;
+}
+
+#endif

@@ -1,0 +1,177 @@
+"""Tensors, the leaves of the tree: `[dtype, shape, data]`, where data is inline, an aux index, or out of band."""
+
+import msgpack
+
+from cpython.list cimport PyList_GET_SIZE
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, int8_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from fastmm.errors import EncodeError, FastmmError, LimitError, SchemaError
+
+from .message cimport PART_FIELD, PART_ITEM, PART_KEY, Message, Part, append, at_path, fail, need, path_of
+from .payload cimport (
+    SLOT_ATTRIBUTE, SLOT_ITEM, SLOT_KEY, SLOT_NONE, SLOT_OFFSET, Slot, payload_cast, payload_frame, payload_note,
+)
+from .plan cimport FMM_MODE_PAYLOAD, FMM_MODE_TENSOR, Plan, fmm_field_t
+from .tensor cimport FAMILY_EXCHANGE, TensorView, numpy_name, tensor_gather, tensor_view, tensor_view_clear
+
+cdef extern from "fastmm/msgpack_write.h" nogil:
+    cdef enum:
+        FMM_WRITE_MAX_NBYTES
+    uint8_t* fmm_write_uint(uint8_t* p, uint64_t value)
+    uint8_t* fmm_write_str_header(uint8_t* p, uint32_t nbytes)
+    uint8_t* fmm_write_array_header(uint8_t* p, uint32_t nelem)
+    uint8_t* fmm_write_ext_header(uint8_t* p, int8_t code, uint32_t nbytes)
+
+cdef extern from "fastmm/dtype.h" nogil:
+    cdef enum:
+        FMM_DTYPE_NONE
+        FMM_CLASS_FLOAT
+    ctypedef struct fmm_dtype_info_t:
+        const char* name
+        uint8_t name_nbytes
+        uint8_t item_nbytes
+        uint8_t number_class
+    const fmm_dtype_info_t fmm_dtype_infos[1]
+
+cdef extern from "<stdint.h>" nogil:
+    const uint64_t UINT32_MAX
+
+cdef enum:
+    EXT_RAW_VIEW = 3  # vLLM's ext code of inline tensor data; 1 and 2 are its pickles
+
+
+cdef int write_tensor(Message m, object obj, Plan plan, int mode) except -1:
+    """`[dtype, shape, data]`; data is inline, an aux index, or what an out-of-band consumer says."""
+    cdef TensorView view
+    view.holder = NULL
+    try:
+        tensor_view(plan.producer, <PyObject*>obj, &view)
+        write_view(m, obj, plan, &view, mode)
+    except FastmmError as error:
+        tensor_view_clear(&view)
+        raise at_path(m, error)
+    except BaseException:
+        tensor_view_clear(&view)
+        raise
+    if view.holder is not NULL:
+        tensor_view_clear(&view)
+    return 0
+
+
+cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode) except -1:
+    cdef char name[24]
+    cdef int name_nbytes, axis, index
+    cdef int64_t nbytes = view.nbytes
+    cdef int dtype = view.dtype
+    cdef bint numpy_named = view.numpy_style and not (mode & FMM_MODE_TENSOR and dtype != FMM_DTYPE_NONE and not view.swapped)
+    cdef bint cast = (
+        mode & FMM_MODE_PAYLOAD and m.payload.target >= 0 and dtype != FMM_DTYPE_NONE
+        and fmm_dtype_infos[dtype].number_class == FMM_CLASS_FLOAT and (dtype != m.payload.target or view.swapped))
+    cdef bint inline
+    if cast:
+        dtype = m.payload.target
+        nbytes = view.nelem * m.payload.target_nbytes
+        numpy_named = False
+    if nbytes > m.max_payload_nbytes - m.payload_nbytes:
+        fail(m, LimitError, f"expected at most {m.max_payload_nbytes} bytes of payload (max_payload_nbytes), got "
+                            f"{m.payload_nbytes} before this tensor and {nbytes} in it")
+    m.payload_nbytes += nbytes
+    need(m, 64 + view.ndim * FMM_WRITE_MAX_NBYTES)
+    m.size = fmm_write_array_header(m.data + m.size, 3) - m.data
+    if numpy_named:
+        name_nbytes = numpy_name(view, name)
+        m.size = fmm_write_str_header(m.data + m.size, name_nbytes) - m.data
+        memcpy(m.data + m.size, name, name_nbytes)
+    else:
+        name_nbytes = fmm_dtype_infos[dtype].name_nbytes
+        m.size = fmm_write_str_header(m.data + m.size, name_nbytes) - m.data
+        memcpy(m.data + m.size, fmm_dtype_infos[dtype].name, name_nbytes)
+    m.size += name_nbytes
+    m.size = fmm_write_array_header(m.data + m.size, view.ndim) - m.data
+    for axis in range(view.ndim):
+        m.size = fmm_write_uint(m.data + m.size, view.shape[axis]) - m.data
+
+    inline = (nbytes < m.threshold or view.ndim == 0 and numpy_named) and not view.moved
+    if not inline and m.oob_tensor_consumer is not None and plan.producer.family == FAMILY_EXCHANGE:
+        if write_out_of_band(m, obj, cast):
+            return 0
+        tensor_view_clear(view)  # the consumer ran: look again
+        tensor_view(plan.producer, <PyObject*>obj, view)
+    if inline:
+        return write_inline(m, obj, plan, view, nbytes, cast)
+    if PyList_GET_SIZE(m.frames) > m.max_frames:
+        fail(m, LimitError, f"expected at most {m.max_frames} aux frames (max_frames)")
+    if cast:
+        index = cast_leaf(m, obj, plan, view, -1)
+    else:
+        index = payload_frame(m.payload, plan.producer, <PyObject*>obj, view)
+    need(m, FMM_WRITE_MAX_NBYTES)
+    m.size = fmm_write_uint(m.data + m.size, index) - m.data
+    return 0
+
+
+cdef int write_inline(Message m, object obj, Plan plan, TensorView* view, int64_t nbytes, bint cast) except -1:
+    if nbytes > <int64_t>UINT32_MAX:
+        fail(m, EncodeError, f"expected less than 4 GiB inline, got {nbytes} bytes: lower the threshold")
+    need(m, FMM_WRITE_MAX_NBYTES + nbytes)
+    m.size = fmm_write_ext_header(m.data + m.size, EXT_RAW_VIEW, <uint32_t>nbytes) - m.data
+    if cast:
+        cast_leaf(m, obj, plan, view, m.size)
+    else:
+        tensor_gather(view, m.data + m.size)
+        payload_note(m.payload, view)
+        m.payload.nbytes_copied += nbytes
+    m.size += nbytes
+    return 0
+
+
+cdef int cast_leaf(Message m, object obj, Plan plan, TensorView* view, Py_ssize_t offset) except -1:
+    """Plans the cast of a leaf; says where in the tree it hangs, so that the new leaf can take its place."""
+    cdef Part* part
+    cdef const fmm_field_t* field
+    cdef Slot slot
+    slot.kind = SLOT_NONE
+    slot.container = <PyObject*>None
+    slot.key = NULL
+    slot.index = 0
+    if m.depth:
+        part = &m.path[m.depth - 1]
+        if part.kind == PART_FIELD:
+            field = &(<Plan>part.plan).fields[part.index]
+            slot.container = part.container
+            slot.key = field.name
+            slot.index = field.offset
+            slot.kind = SLOT_ATTRIBUTE if (<Plan>part.plan).in_dict else SLOT_OFFSET
+        elif part.kind == PART_ITEM:
+            slot.kind = SLOT_ITEM
+            slot.container = part.container
+            slot.index = part.index
+        elif part.kind == PART_KEY:
+            slot.kind = SLOT_KEY
+            slot.container = part.container
+            slot.key = part.key
+    return payload_cast(m.payload, plan.producer, <PyObject*>obj, view, &slot, offset)
+
+
+cdef bint write_out_of_band(Message m, object obj, bint cast) except -1:
+    """Offers the tensor to the consumer; True when it took it."""
+    if cast:
+        from . import cast as cast_module
+        obj = cast_module.cast(obj, (<bytes>fmm_dtype_infos[m.payload.target].name).decode())
+    try:
+        answer = m.oob_tensor_consumer(obj)
+    except FastmmError:
+        raise
+    except Exception as error:
+        raise EncodeError(f"the out-of-band consumer failed: {type(error).__name__}", path=path_of(m)) from error
+    if answer is None:
+        return False
+    if type(answer) is not dict:
+        fail(m, SchemaError, f"expected a dict or None from the out-of-band consumer, got a {type(answer).__qualname__}")
+    try:
+        append(m, msgpack.packb(answer))
+    except (TypeError, ValueError, OverflowError) as error:
+        fail(m, SchemaError, f"expected plain values in the dict of the out-of-band consumer ({error})")
+    return True

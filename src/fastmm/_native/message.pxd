@@ -1,0 +1,93 @@
+"""Reference of Message: one message being written, and the room, the path and the errors that all writers share."""
+
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint8_t
+
+from .payload cimport Payload
+from .pool cimport Block
+
+ctypedef enum PartKind:
+    PART_FIELD  # `plan` and `index` name a field of `container`
+    PART_ITEM  # `index` in a list
+    PART_FIXED  # `index` in a tuple or a set, where nothing can be put back
+    PART_KEY  # `key` of a dict
+    PART_HOOK  # what a hook, or a conversion, made of the object
+
+cdef struct Part:  # one step of the path to what is being written; every pointer is borrowed
+    PartKind kind
+    PyObject* container
+    PyObject* plan
+    PyObject* key
+    Py_ssize_t index
+
+cdef enum:
+    MEMO_SIZE = 16
+
+cdef struct Memo:  # where in the main frame a field object was written
+    PyObject* obj
+    size_t offset
+    size_t nbytes
+
+cdef class Message:
+    """What one walk needs: a warm main frame, the payload, the path.  Used by one thread at a time, and then again."""
+
+    cdef Block block  # the main frame
+    cdef uint8_t* data  # block.data
+    cdef size_t size  # bytes written
+    cdef size_t room  # block.capacity
+    cdef list frames  # [None, aux 1, ...]
+    cdef Payload payload
+    cdef int64_t payload_nbytes
+    cdef Part* path  # owned, max_depth parts
+    cdef int depth
+    cdef Memo memo[MEMO_SIZE]  # direct-mapped, by the address of the object
+    cdef bint memo_used
+    cdef list held  # values of properties, while they are walked
+    cdef bint from_hook  # inside a hook's result, where pickles are the hook's own business
+    # The mm_features of this message: where they lie, so that a sibling request with the very same list can copy them.
+    cdef size_t features_offset
+    cdef size_t features_nbytes
+    cdef Py_ssize_t features_first  # the first aux index
+    cdef Py_ssize_t features_nframes
+    cdef object shared_features  # the list that `shared_bytes` and `shared_frames` are the encoding of, or None
+    cdef bytes shared_bytes
+    cdef list shared_frames
+    # Options
+    cdef int64_t threshold
+    cdef int max_depth
+    cdef Py_ssize_t max_frames
+    cdef int64_t max_payload_nbytes
+    cdef object hook
+    cdef object oob_tensor_consumer
+
+cdef Message message_new(Payload payload, int64_t threshold, int max_depth, Py_ssize_t max_frames,
+                         int64_t max_payload_nbytes, object hook, object oob_tensor_consumer)
+
+# Drops what belongs to the last message; the buffers stay.
+cdef int message_clear(Message message) except -1
+
+# `$.mm_features[3].data['pixel_values'].data[0]`, as far as the walk has come; and an error of another module, put there.
+cdef str path_of(Message message)
+cdef object at_path(Message message, object error)
+cdef int fail(Message message, object cls, str text) except -1
+
+cdef int make_room(Message message, size_t nbytes) except -1
+cdef int too_deep(Message message) except -1
+cdef int append(Message message, const uint8_t[::1] data) except -1
+
+cdef inline int need(Message message, size_t nbytes) except -1:
+    """Makes room for more bytes; `data` may move."""
+    return make_room(message, nbytes) if message.room - message.size < nbytes else 0
+
+cdef inline Part* enter(Message message, PartKind kind, object container) except NULL:
+    """Goes one level down.  Whoever enters leaves by `depth -= 1`; an error leaves the depth for the path."""
+    cdef Part* part
+    if message.depth == message.max_depth:
+        too_deep(message)
+    part = &message.path[message.depth]
+    part.kind = kind
+    part.container = <PyObject*>container
+    part.index = 0
+    part.key = NULL
+    message.depth += 1
+    return part

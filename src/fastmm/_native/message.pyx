@@ -1,0 +1,91 @@
+"""One message being written: a warm main frame, the payload, and the path to what is being written.
+
+The path is kept as a stack of parts, filled in by whoever goes a level down, and read only when an error needs it.
+"""
+
+from libc.stdint cimport int64_t, uint8_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from fastmm.errors import LimitError
+
+from .payload cimport Payload, payload_clear
+from .plan cimport Plan
+from .pool cimport block_grow
+
+
+cdef class Message:
+    def __init__(self):
+        raise TypeError("a Message belongs to an encoder")
+
+    def __dealloc__(self):
+        free(self.path)
+
+
+cdef Message message_new(Payload payload, int64_t threshold, int max_depth, Py_ssize_t max_frames,
+                         int64_t max_payload_nbytes, object hook, object oob_tensor_consumer):
+    cdef Message message = Message.__new__(Message)
+    message.payload = payload
+    message.threshold = threshold
+    message.max_depth = max_depth
+    message.max_frames = max_frames
+    message.max_payload_nbytes = max_payload_nbytes
+    message.hook = hook
+    message.oob_tensor_consumer = oob_tensor_consumer
+    message.held = []
+    message.path = <Part*>calloc(max_depth, sizeof(Part))
+    if message.path is NULL:
+        raise MemoryError()
+    return message
+
+
+cdef int message_clear(Message message) except -1:
+    message.frames = None
+    if message.held:
+        message.held.clear()
+    return payload_clear(message.payload)
+
+
+cdef str path_of(Message message):
+    """`$.mm_features[3].data['pixel_values'].data[0]`, as far as the walk has come."""
+    cdef Part* part
+    cdef int i
+    parts = ["$"]
+    for i in range(message.depth):
+        part = &message.path[i]
+        if part.kind == PART_FIELD:
+            parts.append("." + <str><object>(<Plan>part.plan).fields[part.index].name)
+        elif part.kind == PART_ITEM or part.kind == PART_FIXED:
+            parts.append(f"[{part.index}]")
+        elif part.kind == PART_KEY:
+            parts.append(f"[{repr(<object>part.key)[:64]}]")
+    return "".join(parts)
+
+
+cdef object at_path(Message message, object error):
+    if error.path is None:
+        error.path = path_of(message)
+    return error
+
+
+cdef int fail(Message message, object cls, str text) except -1:
+    raise cls(text, path=path_of(message))
+
+
+cdef int make_room(Message message, size_t nbytes) except -1:
+    block_grow(message.block, message.size, max(message.size + nbytes, 2 * message.room))
+    message.data = message.block.data
+    message.room = message.block.capacity
+    return 0
+
+
+cdef int too_deep(Message message) except -1:
+    return fail(message, LimitError, f"expected at most {message.max_depth} levels of nesting (max_depth)")
+
+
+cdef int append(Message message, const uint8_t[::1] data) except -1:
+    need(message, data.shape[0])
+    if data.shape[0]:
+        memcpy(message.data + message.size, &data[0], data.shape[0])
+        message.size += data.shape[0]
+    return 0
