@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from peers import OUR_TYPE, draw, received, vllm_decode, vllm_encoder
@@ -56,14 +57,6 @@ def test_aborts_and_utility_calls():
         fastmm.Decoder(type=list[str]).decode(vllm_encoder(256).encode(["r1", 2]))
 
 
-def outcome(decode):
-    """The result, or None when it is refused."""
-    try:
-        return decode()
-    except Exception:
-        return None
-
-
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_a_cut_message_is_truncated(first):
     """Every proper prefix of the main frame is refused, and so is a byte too many."""
@@ -95,7 +88,12 @@ def test_of_damaged_frames_we_accept_only_what_the_real_decoder_reads_alike(firs
                 ours = decoder.decode([main, *aux])
             except fastmm.DecodeError:
                 continue
-            theirs = vllm_decode([main, *aux], of_type)
+            try:
+                theirs = vllm_decode([main, *aux], of_type)
+            except msgspec.ValidationError as error:
+                # A utility result that names a class: data to us, refused there unless pickles are allowed.
+                assert "VLLM_ALLOW_INSECURE_SERIALIZATION" in str(error)
+                continue
             assert_same(ours, theirs)
             accepted += 1
     assert accepted > 100  # numbers, text and payloads can change without a trace

@@ -113,6 +113,7 @@ def test_what_vllm_refuses_in_sampling_we_refuse_and_name_the_field(fields):
         lambda f: f.repetition(min_pattern_size=3),
         lambda f: f.repetition(max_pattern_size=3, min_count=1),
         lambda f: f.pooling(output_kind=f.output_kind.DELTA),
+        lambda f: f.pooling(task="encode"),
         lambda f: f.late_chunking(0),
         lambda f: f.lora("a", 0, "/p"),
         lambda f: f.lora("a", 1),
@@ -123,6 +124,15 @@ def test_what_vllm_refuses_elsewhere_we_refuse(build):
         build(VLLM)
     with pytest.raises(fastmm.SchemaError):
         build(OURS)
+
+
+def test_the_pooling_tasks_are_vllms():
+    from vllm.tasks import POOLING_TASKS
+
+    for task in POOLING_TASKS:
+        OURS.pooling(task=task)
+    with pytest.raises(fastmm.SchemaError, match="task"):
+        OURS.pooling(task="pool")
 
 
 def test_a_default_that_was_assigned_again_is_left_out_as_vllm_does():

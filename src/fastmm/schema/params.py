@@ -14,6 +14,9 @@ from ._record import Record, TensorLike
 _MIN_TEMPERATURE = 1e-2
 _GREEDY_TEMPERATURE = 1e-5
 
+# What the engine's decoder takes; it is a closed set there.
+_POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify", "plugin", "embed&token_classify")
+
 
 class RequestOutputKind(enum.Enum):
     """What an output holds: all tokens so far, the new ones only, or all of them once at the end."""
@@ -252,6 +255,8 @@ class PoolingParams(Record):
     late_chunking_params: LateChunkingParams | None = None
 
     def __post_init__(self) -> None:
+        if self.task is not None and self.task not in _POOLING_TASKS:
+            raise SchemaValueError(f"must be one of {', '.join(_POOLING_TASKS)}, got {self.task!r}", path="PoolingParams.task")
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise SchemaValueError(f"must be FINAL_ONLY, got {self.output_kind!r}", path="PoolingParams.output_kind")
 
