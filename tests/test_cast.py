@@ -1,6 +1,7 @@
 """`cast()`: any tensor, three places for the result, and what it refuses."""
 
 import array
+import mmap
 import os
 import subprocess
 import sys
@@ -236,12 +237,28 @@ def test_a_mapped_file_is_never_written_to(tmp_path, mode):
     np.testing.assert_array_equal(cast(mapped, "float16"), values.astype(np.float16))
 
 
-def test_memory_shared_with_another_process_is_never_written_to():
-    tensor = torch.from_numpy(floats(4096)).share_memory_()
-    before = bits_of(tensor)
+@pytest.mark.parametrize(
+    "kind", ["load-mmap", "from-file", "from-file-shared", "share-memory", "shared-storage", "shared-mapping"]
+)
+def test_memory_that_is_not_this_processs_alone_is_never_written_to(tmp_path, kind):
+    values, path = floats(4096), tmp_path / "file"
+    if kind == "load-mmap":
+        torch.save(torch.from_numpy(values), path)
+        tensor = torch.load(path, mmap=True)
+    elif kind.startswith("from-file"):
+        values.tofile(path)
+        tensor = torch.from_file(str(path), shared=kind.endswith("shared"), size=4096)
+    elif kind == "share-memory":
+        tensor = torch.from_numpy(values).clone().share_memory_()
+    elif kind == "shared-storage":
+        tensor = torch.from_numpy(values).clone()
+        tensor.untyped_storage().share_memory_()
+    else:
+        tensor = np.frombuffer(mmap.mmap(-1, values.nbytes), np.float32)
+        tensor[:] = values
     with pytest.raises(EncodeError, match="shared with another process"):
-        cast(tensor, "bfloat16", inplace=True)
-    assert bits_of(tensor) == before
+        cast(tensor[:4000], "bfloat16", inplace=True)
+    assert bits_of(tensor) == values.tobytes()
 
 
 # --- out= ------------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from fastmm.errors import CompatError, EncodeError, SchemaError
 
 from .pool cimport Block, block_acquire
 from .tensor cimport (
-    FAMILY_BUFFER, MAX_NDIM, Producer, TensorView, memory_is_private, producer_of, tensor_gather, tensor_make, tensor_owner,
-    tensor_view, tensor_view_clear)
+    FAMILY_BUFFER, MAX_NDIM, Producer, TensorView, memory_is_private, owner_is_private, producer_of, tensor_gather,
+    tensor_make, tensor_owner, tensor_view, tensor_view_clear)
 
 cdef extern from "fastmm/cpu.h" nogil:
     uint64_t fmm_cpu_features()
@@ -327,7 +327,7 @@ cdef object cast_inplace(const fmm_cast_table_t* table, Producer producer, Tenso
     if not fmm_cast_supported_inplace(view.dtype, target):
         raise EncodeError(f"expected elements that do not grow to cast in place, got {dtype_name(view.dtype)} to "
                           f"{dtype_name(target)}")
-    if view.nelem and not memory_is_private(view.data, view.nbytes):
+    if view.nelem and not owner_is_private(owner) and not memory_is_private(view.data, view.nbytes):
         raise EncodeError("expected memory of this process alone to cast in place, got memory that is mapped from a file or "
                           "shared with another process: use inplace=False, or out= if it is yours to write")
     dense_from_view(view, view.data, &dense)
