@@ -19,7 +19,7 @@ from .cast cimport CAST_RELEASE_GIL_MIN_NBYTES, cast_run, cast_supported, cast_s
     fmm_cast_table_t
 from .frame cimport frame_new
 from .pool cimport Block, block_acquire
-from .tensor cimport MAX_NDIM, memory_is_private, tensor_gather, tensor_make, tensor_owner
+from .tensor cimport MAX_NDIM, memory_is_private, owner_is_private, tensor_gather, tensor_make, tensor_owner
 
 cdef extern from "fastmm/dtype.h" nogil:
     ctypedef struct fmm_dtype_info_t:
@@ -378,7 +378,7 @@ cdef int prepare(Payload payload) except -1:
                 pass  # nothing is written
             elif job.may_write and not leaf.shared_bytes:
                 if job.owner != asked_owner:  # items of one batch lie in one storage: one question for all
-                    private = memory_is_private(job.src, leaf.nbytes)
+                    private = owner_is_private(<object>job.owner) or memory_is_private(job.src, leaf.nbytes)
                     asked_owner = job.owner
                 job.may_write = private and not being_cast(payload, leaf)
             else:
