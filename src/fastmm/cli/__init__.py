@@ -9,13 +9,15 @@ from collections.abc import Sequence
 
 import fastmm
 
-from . import demo
+from . import demo, doctor, inspect
 from .errors import CommandError
 
 __all__ = ["main"]
 
 COMMANDS = {
     "demo": (demo, "send a photograph to a second process and paint it back there"),
+    "doctor": (doctor, "say what this machine has, and try a small request"),
+    "inspect": (inspect, "show the structure of stored frames"),
 }
 
 

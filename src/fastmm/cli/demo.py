@@ -5,29 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import msgpack
-import numpy as np
-
-import fastmm
-from fastmm.schema import EngineCoreRequestType
-from fastmm.transport import bind_router, engine_identity, private_directory, receive_frames, send_frames
 
 from .errors import CommandError
 from .photograph import Photograph, find_photograph, load_photograph
-from .report import milliseconds, print_report
-from .request import RANK, TENSORS, WARM_UP, bytes_of, choose_tensors, leaf_of, request_for
+from .report import print_report
+from .request import TENSORS, choose_tensors
 
 DTYPES = ("bfloat16", "float16", "float32")
-NEVER_A_FRAME = 1 << 62  # a threshold that no tensor reaches
-# The second process imports torch, which takes long on a busy machine with cold disks.
-START_S, ANSWER_S = 120.0, 120.0
 
 DESCRIPTION = """\
 Cut photographs into the patches that Qwen2-VL takes, make one request of them, cast it to bfloat16, encode it, send it
@@ -88,16 +74,19 @@ def run(arguments: argparse.Namespace) -> int:
     pictures = picture_paths(photographs, arguments.output)
     for directory in filter(None, (arguments.output, arguments.keep_frames)):
         make_directory(directory)
-    with private_directory() as directory:
-        settings = {
-            "socket": str(directory / "front-end"),
-            "photographs": [str(path) for path in paths],
-            "pictures": [str(path) for path in pictures],
-            "request_id": f"demo-{os.getpid()}",
-            "dtype": arguments.dtype,
-            "tensors": tensors,
-        }
-        report = send_and_hear(arguments, settings, photographs)
+    settings = {
+        "photographs": [str(path) for path in paths],
+        "pictures": [str(path) for path in pictures],
+        "request_id": f"demo-{os.getpid()}",
+        "dtype": arguments.dtype,
+        "tensors": tensors,
+    }
+    from .front_end import exchange  # here, and not above: help and the other commands need no zmq
+
+    report, frames = exchange(photographs, settings, inplace=not arguments.no_inplace, inline=arguments.inline)
+    if arguments.keep_frames:
+        for index, frame in enumerate(frames):
+            (arguments.keep_frames / f"frame-{index:04}").write_bytes(frame)
     report["photographs"] = [
         {
             "path": str(path),
@@ -110,7 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         for path, photograph in zip(paths, photographs, strict=True)
     ]
     report["equal"] = not report["differing"] and not report["faults"]
-    print(json.dumps(report, indent=2)) if arguments.json else print_report(report)
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report)
     return 0 if report["equal"] else 1
 
 
@@ -131,88 +123,3 @@ def make_directory(directory: Path) -> None:
         raise CommandError(f"{directory}: cannot be made: {error.strerror}; give another directory") from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise CommandError(f"{directory}: cannot be written to; give another directory")
-
-
-def send_and_hear(arguments: argparse.Namespace, settings: dict[str, Any], photographs: Sequence[Photograph]) -> dict[str, Any]:
-    """Start the second process, send it the request, and return what both sides saw."""
-    dtype, inplace, tensors = arguments.dtype, not arguments.no_inplace, settings["tensors"]
-    encoder = fastmm.Encoder(dtype=dtype, inplace=inplace, threshold=NEVER_A_FRAME if arguments.inline else None)
-    with bind_router(Path(settings["socket"])) as socket:
-        command = [sys.executable, "-m", "fastmm.cli.painter", json.dumps(settings)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as painter:
-            try:
-
-                def hear(timeout_s: float) -> dict[str, Any]:
-                    _identity, answer = receive_frames(socket, timeout_s, lambda: painter.poll() is None)
-                    heard: dict[str, Any] = msgpack.unpackb(answer.bytes)
-                    if "failed" in heard:
-                        raise CommandError(f"the second process could not read the request: {heard['failed']}", exit_code=1)
-                    return heard
-
-                address = [engine_identity(RANK), EngineCoreRequestType.ADD.value]
-                request = request_for(photographs, settings["request_id"], tensors)
-                hear(START_S)
-                # One just like it goes first, so that the times below are not those of first calls and fresh memory.
-                twin = request_for(photographs, WARM_UP, tensors)
-                send_frames(socket, [*address, *encoder.encode(twin)])
-                hear(ANSWER_S)
-
-                cast_ns = cast_alone_ns(request, dtype, inplace, tensors)
-                before = encoder.counters
-                encode_ns, frames = timed(lambda: encoder.encode(request))
-                counters = {name: value - before[name] for name, value in encoder.counters.items()}
-                sent_ns = time.monotonic_ns()
-                send_frames(socket, [*address, *frames])
-                heard = hear(ANSWER_S)
-            except BaseException:
-                painter.kill()
-                raise
-    if arguments.keep_frames:
-        for index, frame in enumerate(frames):
-            (arguments.keep_frames / f"frame-{index:04}").write_bytes(frame)
-    return {
-        "request_id": request.request_id,
-        "prompt_tokens": len(request.prompt_token_ids or ()),
-        "dtype": dtype,
-        "inplace": inplace,
-        "inline": arguments.inline,
-        "tensors": tensors,
-        "kernel": fastmm.selected_isa(),
-        "frames_nbytes": [memoryview(frame).nbytes for frame in frames],
-        "frames_at_tensors": frames_at_tensors(request, frames),
-        "nbytes_viewed": counters["nbytes_viewed"],
-        "nbytes_copied": counters["nbytes_copied"],
-        "nbytes_cast": counters["nbytes_cast"],
-        "processes": (os.getpid(), painter.pid),
-        "milliseconds": {
-            "cast": milliseconds(cast_ns),
-            "encode": milliseconds(encode_ns),
-            "send": milliseconds(heard["received_ns"] - sent_ns),  # CLOCK_MONOTONIC is one clock for both processes
-            "decode": milliseconds(heard["decode_ns"]),
-        },
-        **{name: heard[name] for name in ("pictures", "values", "differing", "faults", "reference")},
-    }
-
-
-def timed(work: Callable[[], Any]) -> tuple[int, Any]:
-    begun_ns = time.monotonic_ns()
-    result = work()
-    return time.monotonic_ns() - begun_ns, result
-
-
-def patches_in(request: fastmm.EngineCoreRequest) -> list[Any]:
-    return [feature.data["pixel_values"].data for feature in request.mm_features or () if feature.data]
-
-
-def cast_alone_ns(request: fastmm.EngineCoreRequest, dtype: str, inplace: bool, tensors: str) -> int | None:
-    """Time of casting copies of the request's patches the way that encoding will; None where there is nothing to cast."""
-    if dtype == "float32":
-        return None
-    copies = [leaf_of(bytes_of(leaf).copy().view(np.float32), tensors) for leaf in patches_in(request)]
-    return timed(lambda: [fastmm.cast(copy, dtype, inplace=inplace) for copy in copies])[0]
-
-
-def frames_at_tensors(request: fastmm.EngineCoreRequest, frames: Sequence[Any]) -> int:
-    """How many aux frames start at the very address of one of the request's own tensors."""
-    addresses = {bytes_of(leaf).ctypes.data for leaf in patches_in(request)}
-    return sum(frame.address in addresses for frame in frames[1:])

@@ -23,6 +23,8 @@ PATCH_VALUES = CHANNELS * FRAMES * PATCH * PATCH
 MIN_PIXELS = 56 * 56
 MAX_PIXELS = 28 * 28 * 1280
 MAX_ASPECT = 200
+# Pillow's names for pictures of 32-bit whole numbers and floats.
+DEEP_MODES = ("I", "F")
 # CLIP's, in red, green, blue.
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
@@ -104,6 +106,8 @@ def load_photograph(path: Path) -> Photograph:
         raise CommandError("reading photographs needs Pillow: pip install 'fastmm[demo]'") from None
     try:
         with Image.open(path) as file:
+            if file.mode in DEEP_MODES or file.mode.startswith("I;"):  # Pillow would clip these to white without a word
+                raise CommandError(f"{path}: has more than 8 bits for each colour; save it with 8, as Qwen2-VL takes them")
             picture = ImageOps.exif_transpose(file).convert("RGB")
     except Image.DecompressionBombError as error:
         raise CommandError(f"{path}: is too large to be a photograph: {error}") from None

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 
-def milliseconds(nanoseconds: int | None) -> float | None:
-    return None if nanoseconds is None else round(nanoseconds / 1e6, 4)
+def milliseconds(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 4)
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

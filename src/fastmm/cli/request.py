@@ -76,26 +76,19 @@ def request_for(photographs: Sequence[Photograph], request_id: str, tensors: str
     for photograph in photographs:
         placeholders.append((len(prompt) + 1, photograph.token_count))
         prompt += [VISION_START, *[IMAGE_PAD] * photograph.token_count, VISION_END]
-    features = []
-    slices = [slice(sum(counts[:index]), sum(counts[: index + 1])) for index in range(len(counts))]
-    for photograph, (offset, length), rows in zip(photographs, placeholders, slices, strict=True):
-        digest = hashlib.sha256(photograph.pixels.tobytes()).hexdigest()
-        features.append(
-            fastmm.MmFeatureSpec(
-                data={
-                    "pixel_values": fastmm.MmFieldElem(
-                        leaf_of(patches[rows], tensors), fastmm.MmFlatField(slices=[slice(0, photograph.patch_count)])
-                    ),
-                    "image_grid_thw": fastmm.MmFieldElem(
-                        leaf_of(np.array(photograph.grid_thw, np.int64), tensors), fastmm.MmBatchedField(keep_on_cpu=True)
-                    ),
-                },
-                modality="image",
-                identifier=digest,
-                mm_position=fastmm.PlaceholderRange(offset, length),
-                mm_hash=digest,
-            )
-        )
+    features = fastmm.build_features(
+        tensors={
+            "pixel_values": leaf_of(patches, tensors),
+            "image_grid_thw": leaf_of(np.array([photograph.grid_thw for photograph in photographs], np.int64), tensors),
+        },
+        flat={"pixel_values": counts},
+        batched={"image_grid_thw"},
+        keep_on_cpu={"image_grid_thw"},
+        placeholders=placeholders,
+        hashes=[hashlib.sha256(photograph.pixels.tobytes()).hexdigest() for photograph in photographs],
+        prompt_token_ids=prompt,
+        embed_token_id=IMAGE_PAD,
+    )
     return fastmm.EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt,

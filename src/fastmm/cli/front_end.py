@@ -1,0 +1,144 @@
+"""The demo's first process: makes the request, encodes and sends it, and hears what the second process made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import numpy as np
+
+import fastmm
+from fastmm.schema import EngineCoreRequestType
+from fastmm.transport import bind_router, engine_identity, private_directory, receive_frames, send_frames
+
+from .errors import CommandError
+from .photograph import Photograph
+from .report import milliseconds
+from .request import RANK, WARM_UP, bytes_of, leaf_of, request_for
+
+NEVER_A_FRAME = 1 << 62  # a threshold that no tensor reaches
+# The second process imports torch, which takes long on a busy machine with cold disks.
+PATIENCE_S = 120.0
+
+
+class SecondProcess:
+    """The painter, from the front end's side."""
+
+    def __init__(self, socket: Any, process: subprocess.Popen[bytes]) -> None:
+        self.socket = socket
+        self.process = process
+
+    def send(self, frames: Sequence[Any]) -> None:
+        send_frames(self.socket, [engine_identity(RANK), EngineCoreRequestType.ADD.value, *frames])
+
+    def hear(self) -> dict[str, Any]:
+        _identity, answer = receive_frames(self.socket, PATIENCE_S, lambda: self.process.poll() is None)
+        heard: dict[str, Any] = msgpack.unpackb(answer.bytes)
+        if "failed" in heard:
+            raise CommandError(f"the second process could not use the request: {heard['failed']}", exit_code=1)
+        return heard
+
+
+@contextmanager
+def second_process(settings: dict[str, Any]) -> Iterator[SecondProcess]:
+    """Start the painter; it has ended when the block has, by itself or not."""
+    with private_directory() as directory:
+        path = directory / "front-end"
+        command = [sys.executable, "-m", "fastmm.cli.painter", json.dumps({**settings, "socket": str(path)})]
+        with bind_router(path) as socket, subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+            try:
+                yield SecondProcess(socket, process)
+            except BaseException:
+                process.kill()
+                raise
+
+
+def exchange(
+    photographs: Sequence[Photograph], settings: dict[str, Any], *, inplace: bool, inline: bool
+) -> tuple[dict[str, Any], list[Any]]:
+    """Send the photographs to a second process.
+
+    Parameters
+    ----------
+    photographs
+        What the request shows.
+    settings
+        What the second process must know: ``photographs`` and ``pictures`` (paths), ``request_id``, ``dtype``, ``tensors``.
+
+    Returns
+    -------
+    report, frames
+        What both sides saw and measured, and the message itself.
+    """
+    dtype, tensors = settings["dtype"], settings["tensors"]
+    encoder = fastmm.Encoder(dtype=dtype, inplace=inplace, threshold=NEVER_A_FRAME if inline else None)
+    with second_process(settings) as painter:
+        request = request_for(photographs, settings["request_id"], tensors)
+        # One just like it goes first, so that the times below are not those of first calls and fresh memory.
+        twin = request_for(photographs, WARM_UP, tensors)
+        painter.hear()  # it is ready
+        painter.send(encoder.encode(twin))
+        painter.hear()
+
+        cast_ns = cast_alone_ns(request, dtype, inplace, tensors)
+        before = encoder.counters
+        encode_ns, frames = timed(lambda: encoder.encode(request))
+        counters = {name: value - before[name] for name, value in encoder.counters.items()}
+        sent_ns = time.monotonic_ns()
+        painter.send(frames)
+        heard = painter.hear()
+    report = {
+        "request_id": request.request_id,
+        "prompt_tokens": len(request.prompt_token_ids or ()),
+        "dtype": dtype,
+        "inplace": inplace,
+        "inline": inline,
+        "tensors": tensors,
+        "kernel": fastmm.selected_isa(),
+        "frames_nbytes": [memoryview(frame).nbytes for frame in frames],
+        "frames_at_tensors": frames_at_tensors(request, frames),
+        "nbytes_viewed": counters["nbytes_viewed"],
+        "nbytes_copied": counters["nbytes_copied"],
+        "nbytes_cast": counters["nbytes_cast"],
+        "processes": (os.getpid(), painter.process.pid),
+        "milliseconds": {
+            "cast": None if cast_ns is None else milliseconds(cast_ns),
+            "encode": milliseconds(encode_ns),
+            "send": milliseconds(heard["received_ns"] - sent_ns),  # the monotonic clock is one for both processes
+            "decode": milliseconds(heard["decode_ns"]),
+        },
+        **{name: heard[name] for name in ("pictures", "values", "differing", "faults", "reference")},
+    }
+    return report, frames
+
+
+def timed(work: Callable[[], Any]) -> tuple[int, Any]:
+    """Nanoseconds of `work`, and what it returned."""
+    begun_ns = time.monotonic_ns()
+    result = work()
+    return time.monotonic_ns() - begun_ns, result
+
+
+def patches_in(request: fastmm.EngineCoreRequest) -> list[Any]:
+    return [feature.data["pixel_values"].data for feature in request.mm_features or () if feature.data]
+
+
+def cast_alone_ns(request: fastmm.EngineCoreRequest, dtype: str, inplace: bool, tensors: str) -> int | None:
+    """Time of casting copies of the request's patches the way that encoding will; None where there is nothing to cast."""
+    if dtype == "float32":
+        return None
+    copies = [leaf_of(bytes_of(leaf).copy().view(np.float32), tensors) for leaf in patches_in(request)]
+    return timed(lambda: [fastmm.cast(copy, dtype, inplace=inplace) for copy in copies])[0]
+
+
+def frames_at_tensors(request: fastmm.EngineCoreRequest, frames: Sequence[Any]) -> int:
+    """How many aux frames start at the very address of one of the request's own tensors."""
+    addresses = {bytes_of(leaf).ctypes.data for leaf in patches_in(request)}
+    return sum(frame.address in addresses for frame in frames[1:])
