@@ -12,6 +12,7 @@ from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
+import dataclasses
 import sys
 
 import numpy
@@ -20,6 +21,7 @@ from fastmm.dtypes import numpy_dtype
 from fastmm.errors import LimitError, SchemaError
 from fastmm.schema import MmFeatureSpec, MmFieldElem, MmFlatField, WireTensor
 
+from .frame cimport frame_new
 from .record cimport record_get, record_new, record_offset, record_set
 from .tensor cimport (
     FAMILY_DLPACK, FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, Producer, TensorView, producer_of, tensor_gather,
@@ -33,6 +35,7 @@ cdef extern from "fastmm/dtype.h" nogil:
         FMM_DTYPE_NONE
         FMM_CLASS_INT
         FMM_CLASS_UINT
+        FMM_CLASS_FLOAT
         FMM_UINT8
         FMM_INT8
         FMM_UINT16
@@ -117,6 +120,7 @@ cdef class Batch:
     cdef int item_nbytes
     cdef int ndim
     cdef bint writable
+    cdef bint dense
     cdef readonly bint is_torch
     cdef readonly int64_t nbytes
     cdef int64_t dims[MAX_NDIM]
@@ -185,6 +189,26 @@ cdef class Batch:
             start = stop
         return leaves
 
+    def frozen(self):
+        """The same numbers over the same memory, read-only, so that nobody casts them in place.
+
+        A numpy array or a `WireTensor`; the very tensor where it could not be cast in place anyway (strided, read-only, on a
+        device, of integers).
+        """
+        if self.how == HOW_ASK or not (self.dense and self.writable and self.nbytes) or self.dtype == FMM_DTYPE_NONE:
+            return self.tensor
+        if fmm_dtype_infos[self.dtype].number_class != FMM_CLASS_FLOAT:
+            return self.tensor
+        if self.how == HOW_NUMPY:
+            array = self.tensor.view()
+            array.flags.writeable = False
+            return array
+        if self.how == HOW_WIRE:
+            return WireTensor(self.tensor.dtype, self.tensor.shape, self.owner.toreadonly())
+        owner = self.tensor.untyped_storage() if self.is_torch else self.owner
+        name = (<bytes>fmm_dtype_infos[self.dtype].name).decode()
+        return WireTensor(name, self.shape, frame_new(self.data, self.nbytes, owner))
+
 
 cdef int measure_torch(Batch batch) except -1:
     """A tensor whose memory is not looked at here: on another device, or of a torch without the exchange table."""
@@ -209,6 +233,7 @@ cdef int batch_of_view(Batch batch, Producer producer, TensorView* view) except 
     batch.ndim = view.ndim
     batch.nbytes = view.nbytes
     batch.writable = view.writable
+    batch.dense = view.dense
     for axis in range(view.ndim - 1, -1, -1):
         batch.dims[axis] = view.shape[axis]
         if view.strides is NULL:
@@ -222,7 +247,9 @@ cdef int batch_of_view(Batch batch, Producer producer, TensorView* view) except 
         batch.descr = batch.tensor.dtype
     elif producer.family == FAMILY_WIRE:
         batch.how = HOW_WIRE
-        batch.owner = batch.tensor.data
+        batch.owner = (<tuple><object>view.holder)[0]  # the very buffer that was measured
+        if batch.owner.format != "B" or batch.owner.ndim != 1:
+            batch.owner = batch.owner.cast("B") if view.nbytes else memoryview(b"")
     elif batch.is_torch:
         batch.how = HOW_TORCH
     elif producer.family == FAMILY_EXCHANGE:
@@ -458,7 +485,7 @@ def copy_record(record):
     cdef PyObject* value
     offsets = slots_of.get(cls)
     if offsets is None:
-        offsets = tuple([record_offset(cls, name.encode()) for name in cls.__dataclass_fields__])
+        offsets = tuple([record_offset(cls, field.name.encode()) for field in dataclasses.fields(cls)])
         slots_of[cls] = offsets
     copied = record_new(<PyTypeObject*>cls)
     for offset in offsets:
