@@ -73,6 +73,7 @@ class Contenders:
         # the first round, which is the same to the vector kernels but not to the peers.
         self.source = torch.from_numpy(self.fresh).clone()
         self.handed_over = self.source.clone()
+        self.handed_to_kernels = self.source.clone().numpy()
         self.calls: dict[str, Call] = {}
         self.times: dict[str, int] = {}
         self.results: dict[str, Callable[[], Any]] = {}
@@ -106,7 +107,7 @@ class Contenders:
         import torch
 
         name, room = TYPES[short], self.warm_room(short).view(torch.int16).numpy()
-        source, handed_over = self.source.numpy(), self.handed_over.numpy()
+        source, handed_over = self.source.numpy(), self.handed_to_kernels
 
         def over_itself(isa: str) -> np.ndarray:
             scratch = self.fresh.copy()
