@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 import fastmm
-from fastmm._native.decoder import Decoder
 from fastmm._native.encoder import THRESHOLD_VARIABLE, default_threshold
 from fastmm._native.pool import pool_stats
 
@@ -118,7 +117,7 @@ def find_request() -> str:
         mm_position=fastmm.PlaceholderRange(0, 4),
     )
     request = fastmm.EngineCoreRequest("doctor", [1, 2, 3, 4], [feature])
-    arrived = Decoder(tensors="numpy").decode(fastmm.encode_request(request, dtype="float16"))
+    arrived = fastmm.decode_request(fastmm.encode_request(request, dtype="float16"), tensors="numpy")
     (item,) = arrived.mm_features
     if not np.array_equal(item.data["pixel_values"].data, values.astype(np.float16)):
         raise ValueError("a small request came back with other values than were sent: please report this")

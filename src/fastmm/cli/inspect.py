@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import fastmm
-from fastmm._native.decoder import Decoder
 from fastmm.dtypes import item_nbytes
 
 from .errors import CommandError
@@ -52,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}; give the files of one message, main frame first") from None
     try:
-        tree = Decoder(None).decode(frames)
+        tree = fastmm.Decoder(None).decode(frames)
     except fastmm.DecodeError as error:
         raise CommandError(f"these frames are no message: {error}", exit_code=1) from None
     for index, (path, frame) in enumerate(zip(arguments.frames, frames, strict=True)):

@@ -17,7 +17,6 @@ import msgpack
 import numpy as np
 
 import fastmm
-from fastmm._native.decoder import Decoder
 from fastmm.transport import connect_dealer, receive_frames, send_frames
 
 from .errors import CommandError
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     # It reads the photographs itself: what it compares with has never been near the sender's memory or the wire.
     photographs = [load_photograph(Path(path)) for path in settings["photographs"]]
     expected = request_for(photographs, settings["request_id"], settings["tensors"])
-    decoder = Decoder(tensors=settings["tensors"])
+    decoder = fastmm.Decoder(tensors=settings["tensors"])
     with connect_dealer(Path(settings["socket"]), RANK) as socket:
         send_frames(socket, [msgpack.packb({"status": "READY"})])
         report: dict[str, Any] = {}
