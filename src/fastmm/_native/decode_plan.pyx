@@ -50,13 +50,13 @@ cdef object lock = threading.RLock()
 cdef list keepalive = []  # Python objects that plans point to
 
 # Annotations say too little of these: the wire's own rules, by class and field.
-FIELD_RULES = {
+cdef dict FIELD_RULES = {
     (MmFieldElem, "data"): "nested",
     (MmFlatField, "slices"): "slices",
     (EngineCoreRequest, "prompt_token_ids"): "tokens",
 }
 # vLLM's struct has nine fields without a default where ours has two.
-MIN_ELEMENTS = {EngineCoreRequest: 9}
+cdef dict MIN_ELEMENTS = {EngineCoreRequest: 9}
 
 
 cdef void* allocate(size_t nbytes) except NULL:

@@ -20,8 +20,8 @@ from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE
 cdef enum:
     FEW_FRAMES = 32  # these many need no allocation
 
-FAMILIES = {"torch": FAMILY_EXCHANGE, "numpy": FAMILY_NUMPY, "wire": FAMILY_WIRE}
-TOKEN_IDS = ("list", "array")
+cdef dict FAMILIES = {"torch": FAMILY_EXCHANGE, "numpy": FAMILY_NUMPY, "wire": FAMILY_WIRE}
+cdef tuple TOKEN_IDS = ("list", "array")
 
 
 @cython.final
@@ -41,6 +41,7 @@ cdef class FrameHolder:
             PyBuffer_Release(&self.buffer)
 
 
+@cython.final
 cdef class Decoder:
     """Decodes frames into objects of one type.  One decoder may be used from many threads at once.
 
@@ -88,10 +89,10 @@ cdef class Decoder:
     cdef int64_t max_frames
     cdef int64_t max_payload_nbytes  # -1: none
     # Counters: the GIL makes an addition whole.
-    cdef readonly unsigned long long messages
-    cdef readonly unsigned long long frames
-    cdef readonly unsigned long long nbytes_viewed
-    cdef readonly unsigned long long nbytes_copied
+    cdef unsigned long long messages
+    cdef unsigned long long frames
+    cdef unsigned long long nbytes_viewed
+    cdef unsigned long long nbytes_copied
 
     def __init__(self, type=EngineCoreRequest, *, tensors="torch", token_ids="list", copy=False, oob_tensor_provider=None,
                  max_depth=64, max_elements=1 << 24, max_frames=65536, max_payload_nbytes=None):
@@ -111,6 +112,16 @@ cdef class Decoder:
         self.max_frames = limit("max_frames", max_frames, (1 << 63) - 1)
         self.max_payload_nbytes = -1 if max_payload_nbytes is None else limit(
             "max_payload_nbytes", max_payload_nbytes, (1 << 63) - 1)
+
+    @property
+    def counters(self):
+        """Of all messages decoded: ``messages``, ``frames`` (aux), ``nbytes_viewed`` and ``nbytes_copied`` of tensors."""
+        return {
+            "messages": self.messages,
+            "frames": self.frames,
+            "nbytes_viewed": self.nbytes_viewed,
+            "nbytes_copied": self.nbytes_copied,
+        }
 
     def decode(self, frames):
         """Decode one message.
@@ -161,7 +172,7 @@ cdef class Decoder:
                 free(views)
 
 
-def limit(name, value, most):
+cdef object limit(str name, object value, object most):
     """An option that bounds something, checked."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise SchemaError(f"expected {name} to be an int from 1 to {most}, got {value!r}")
@@ -243,7 +254,7 @@ cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes):
         if not views[i].used:
             raise DecodeError("expected a tensor to point to this aux frame, none does", frame=i)
     decoder.messages += 1
-    decoder.frames += nframes
+    decoder.frames += nframes - 1
     decoder.nbytes_viewed += s.nbytes_viewed
     decoder.nbytes_copied += s.nbytes_copied
     return message
