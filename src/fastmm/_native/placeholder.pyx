@@ -246,7 +246,8 @@ cdef object checked_mask(object mask, int64_t length):
     tensor_view(producer, <PyObject*>mask, &view)
     try:
         if view.dtype != FMM_BOOL or view.ndim != 1:
-            raise SchemaError("expected a bool tensor of one dimension", path=".is_embed")
+            raise SchemaError(f"expected a bool tensor of one dimension, got {view.ndim} dimensions"
+                              f"{'' if view.dtype == FMM_BOOL else ' of another type'}", path=".is_embed")
         if view.nelem != length:
             raise SchemaValueError(f"expected a mask of {length} elements, got {view.nelem}", path=".is_embed")
         dense = PyByteArray_FromStringAndSize(NULL, length)
@@ -256,7 +257,7 @@ cdef object checked_mask(object mask, int64_t length):
     if memchr(PyByteArray_AS_STRING(dense), 0, length) is NULL:
         return None
     if not any(dense):
-        raise SchemaValueError("expected a mask that is true somewhere", path=".is_embed")
+        raise SchemaValueError(f"expected a mask that is true somewhere, got {length} times false", path=".is_embed")
     return mask
 
 

@@ -60,6 +60,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     PRODUCERS_MAX = 256  # remembered types; more is a program that makes types
+    NESTED_MAX = 64  # lists in lists
 
 ctypedef enum How:  # what makes a leaf
     HOW_TORCH  # torch's own split and unbind: as quick as anything, and right for strides, devices and subclasses
@@ -214,6 +215,9 @@ cdef int measure_torch(Batch batch) except -1:
     """A tensor whose memory is not looked at here: on another device, or of a torch without the exchange table."""
     cdef int axis
     tensor = batch.tensor
+    if tensor.is_meta or tensor.layout is not sys.modules["torch"].strided:
+        raise SchemaError("expected a dense tensor with data, got one of torch's that has "
+                          f"{'none' if tensor.is_meta else 'another layout'}")
     batch.how = HOW_TORCH
     batch.ndim = tensor.dim()
     if batch.ndim > MAX_NDIM:
@@ -302,8 +306,8 @@ cdef object wire_leaf(Batch batch, uint8_t* data, int ndim, int64_t* dims):
 # --- what is looked at before anything is made ------------------------------------------------------------------------
 
 
-def nested_nbytes(value, max_depth: int, kinds: set) -> int:
-    """Bytes of all tensors of a nested list.
+def nested_nbytes(value, kinds: set, depth: int = 0) -> int:
+    """Bytes of all tensors of a list of lists.
 
     ``kinds`` gets ``"torch"`` when one of them is a torch tensor.  Numbers and bools weigh nothing.
 
@@ -312,17 +316,17 @@ def nested_nbytes(value, max_depth: int, kinds: set) -> int:
     SchemaError
         A leaf is neither a tensor nor a number.
     LimitError
-        Lists lie in lists more than ``max_depth`` deep.
+        Lists lie in lists too deep.
     """
     cdef Batch batch
     cls = type(value)
     if cls is list or cls is tuple:
-        if max_depth <= 0:
-            raise LimitError("expected a list that is not nested so deep")
+        if depth == NESTED_MAX:
+            raise LimitError(f"expected lists that are nested at most {NESTED_MAX} deep, got deeper ones")
         total = 0
         for i, inner in enumerate(value):
             try:
-                total += nested_nbytes(inner, max_depth - 1, kinds)
+                total += nested_nbytes(inner, kinds, depth + 1)
             except (SchemaError, LimitError) as error:
                 error.path = f"[{i}]{error.path or ''}"
                 raise

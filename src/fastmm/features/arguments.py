@@ -75,7 +75,7 @@ def indices(values: Any, n: int) -> set[int]:
         if index is None:
             raise SchemaError(f"expected indices of items, got {kind_of(value)}", path="cached")
         if not 0 <= index < n:
-            raise SchemaValueError(f"expected indices from 0 to {n - 1}, got {index}", path="cached")
+            raise SchemaValueError(f"expected indices of {n} items, from 0 on, got {index}", path="cached")
         found.add(index)
     return found
 

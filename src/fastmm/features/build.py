@@ -26,7 +26,6 @@ from .arguments import (
 
 # What vLLM's models call the tensors of a video, where an image processor made them.
 VIDEO_NAMES = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
-_MAX_DEPTH = 64  # of lists in lists
 
 
 def build_features(
@@ -115,6 +114,7 @@ def build_features(
     digests = strings(hashes, "hashes", len(spots))
     keys = digests if identifiers is None else strings(identifiers, "identifiers", len(spots))
     n = len(spots)
+    absent = indices(cached, n)
     if n == 0:
         if found:
             raise SchemaValueError(
@@ -123,7 +123,6 @@ def build_features(
                 path="placeholders",
             )
         return []
-    absent = indices(cached, n)
     marks = None if embed_token_id is None else token_ids(embed_token_id)
     try:
         prompt = Prompt(prompt_token_ids)
@@ -177,7 +176,7 @@ def _measured(found: dict[str, Any], max_payload_nbytes: int | None) -> tuple[di
         try:
             if isinstance(value, (list, tuple, int, float)):
                 batches[key] = None
-                total += nested_nbytes(value, _MAX_DEPTH, kinds)
+                total += nested_nbytes(value, kinds)
             else:
                 batches[key] = batch = Batch(value)
                 total += batch.nbytes

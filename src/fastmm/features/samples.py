@@ -47,6 +47,9 @@ def fan_out(request: Any, n: int, ids: Sequence[str] | None = None, seeds: Seque
         raise SchemaError(f"expected a whole number, got {kind_of(n)}", path="n")
     if count < 1:
         raise SchemaValueError(f"expected at least 1, got {count}", path="n")
+    for name in ("request_id", "sampling_params", "prompt_embeds"):
+        if not hasattr(request, name):
+            raise SchemaError(f"expected a request, got {kind_of(request)}: it has no {name}", path="request")
     if ids is None:
         names = [f"{i}_{request.request_id}" for i in range(count)] if count > 1 else [request.request_id]
     else:
@@ -57,13 +60,16 @@ def fan_out(request: Any, n: int, ids: Sequence[str] | None = None, seeds: Seque
         if len(set(names)) != count:
             raise SchemaValueError(f"expected {count} different ids, got {len(set(names))}", path="ids")
     params = request.sampling_params
-    numbers = None if seeds is None else _samples(seeds, "seeds", count)
-    if numbers is not None:
+    numbers: list[int | None] | None = None
+    if seeds is not None:
         if params is None:
             raise SchemaError("expected a request with sampling_params, got None: seeds are part of them", path="seeds")
-        for i, seed in enumerate(numbers):
-            if seed is not None and whole(seed) is None:
+        numbers = []
+        for i, seed in enumerate(_samples(seeds, "seeds", count)):
+            number = whole(seed)
+            if number is None and seed is not None:
                 raise SchemaError(f"expected a whole number or None, got {kind_of(seed)}", path=f"seeds[{i}]")
+            numbers.append(number)
     elif params is not None and params.seed is not None:
         numbers = [params.seed + i for i in range(count)]
     single = params
