@@ -32,10 +32,9 @@ def _encoder_for(
     # A bool or a float equals an int as a key, and must reach the check of the options all the same.
     kinds = (type(threshold), type(max_depth), type(max_frames), type(max_payload_nbytes))
     key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, kinds)
-    try:
-        encoder = _encoders.get(key)
-    except TypeError:  # an unhashable hook
-        encoder, key = None, ()
+    if hook is not None:
+        key = ()  # a hook and what it holds must not outlive the call
+    encoder = _encoders.get(key)
     if encoder is None:
         encoder = Encoder(
             dtype=dtype,

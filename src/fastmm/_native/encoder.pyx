@@ -4,6 +4,7 @@ import operator
 
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t
 from libc.stdlib cimport getenv
 from libc.string cimport memcpy
@@ -11,11 +12,11 @@ from libc.string cimport memcpy
 from fastmm.errors import EncodeError, SchemaError
 
 from .cast cimport cast_target
-from .frame cimport frame_new
+from .frame cimport Frame, frame_new
 from .message cimport Message, message_clear, message_new
 from .payload cimport payload_new
-from .pool cimport Block
-from .walk cimport message_write
+from .pool import pool_stats
+from .walk cimport message_finish, message_start, message_walk
 
 cdef extern from "fastmm/dtype.h" nogil:
     ctypedef struct fmm_dtype_info_t:
@@ -23,10 +24,14 @@ cdef extern from "fastmm/dtype.h" nogil:
         unsigned char item_nbytes
     const fmm_dtype_info_t fmm_dtype_infos[1]
 
+cdef extern from "Python.h":
+    ctypedef struct PyByteArrayObject:
+        Py_ssize_t ob_exports
+
 cdef enum:
     # A main frame of this size is handed out as a view of its buffer; below, copying it is cheaper than a new buffer.
     VIEW_MIN_NBYTES = 32 << 10
-    MAX_MAX_DEPTH = 1000  # each level is two frames of C stack
+    MAX_MAX_DEPTH = 1000  # each level takes some 250 bytes of C stack: a thread of 512 KiB can go that deep
 
 THRESHOLD_VARIABLE = "VLLM_MSGPACK_ZERO_COPY_THRESHOLD"
 DEFAULT_THRESHOLD = 256
@@ -139,13 +144,18 @@ cdef class Encoder:
 
     @property
     def counters(self) -> dict:
-        """What this encoder did: ``messages``, ``frames`` (aux), ``nbytes_viewed``, ``nbytes_copied``, ``nbytes_cast``."""
+        """What this encoder did: ``messages``, ``frames`` (aux), ``nbytes_viewed``, ``nbytes_copied``, ``nbytes_cast``.
+
+        ``pool_hits`` and ``pool_misses`` are those of the whole process: buffers that were warm, and that were not.
+        """
         return {
             "messages": self.messages,
             "frames": self.frames,
             "nbytes_viewed": self.nbytes_viewed,
             "nbytes_copied": self.nbytes_copied,
             "nbytes_cast": self.nbytes_cast,
+            "pool_hits": pool_stats()["hits"],
+            "pool_misses": pool_stats()["misses"],
         }
 
     def encode(self, obj) -> list:
@@ -156,8 +166,12 @@ cdef class Encoder:
         """
         cdef Message message = self.take()
         try:
-            message_write(message, obj)
-            return self.finish(message)
+            message_start(message)
+            frames = message_walk(message, obj)
+            message_finish(message)
+            frames[0] = self.main_frame(message)
+            self.count(message, frames)
+            return frames
         finally:
             self.give_back(message)
 
@@ -171,37 +185,43 @@ cdef class Encoder:
             raise SchemaError(f"expected a bytearray for the main frame, got a {type(buffer).__qualname__}")
         message = self.take()
         try:
-            message_write(message, obj)
-            try:
-                PyByteArray_Resize(buffer, message.size)
-            except BufferError:
+            message_start(message)
+            frames = message_walk(message, obj)
+            if (<PyByteArrayObject*><PyObject*>buffer).ob_exports:  # asked before the casts: all or nothing
                 raise EncodeError("expected a bytearray that nobody else uses, got one that is still exported: wait until "
-                                  "the last message in it is sent") from None
+                                  "the last message in it is sent")
+            PyByteArray_Resize(buffer, message.size)
+            message_finish(message)
             memcpy(PyByteArray_AS_STRING(buffer), message.data, message.size)
-            message.frames[0] = buffer
-            self.count(message)
-            return message.frames
+            frames[0] = buffer
+            self.count(message, frames)
+            return frames
         finally:
             self.give_back(message)
 
     def encode_many(self, requests) -> list:
-        """Write several requests; those with the very same ``mm_features`` list share its cast, its bytes and its frames."""
+        """Write several requests, all or none; those with the very same ``mm_features`` list share its walk and frames.
+
+        Memory that several of them hold is cast once.
+        """
         cdef Message message = self.take()
         cdef list written = []
+        cdef size_t start, end
         try:
+            message_start(message)
+            ends = []
             for request in requests:
-                message_write(message, request)
-                frames = self.finish(message)
-                if message.features_nbytes and message.features_first == 1:
-                    message.shared_features = request.mm_features
-                    message.shared_bytes = bytes(
-                        memoryview(frames[0])[message.features_offset:message.features_offset + message.features_nbytes])
-                    message.shared_frames = frames[1:1 + message.features_nframes]
-                message_clear(message)
-                written.append(frames)
+                written.append(message_walk(message, request))
+                ends.append(message.size)
+            message_finish(message)
+            start = 0
+            for frames, stop in zip(written, ends):
+                end = stop
+                frames[0] = PyBytes_FromStringAndSize(<char*>message.data + start, end - start)
+                self.count(message, frames)
+                start = end
             return written
         finally:
-            message.shared_features = message.shared_bytes = message.shared_frames = None
             self.give_back(message)
 
     cdef Message take(self):
@@ -216,8 +236,6 @@ cdef class Encoder:
                 payload_new(-1 if self.target is None else self.target, self.target_nbytes, self.inplace, self.dedup),
                 self.threshold_nbytes, self.max_depth, self.max_frames, self.max_payload_nbytes, self.hook,
                 self.oob_tensor_consumer)
-        if self.oob_tensor_consumer is not None:
-            self.oob_tensor_consumer.new_message()
         return message
 
     cdef int give_back(self, Message message) except -1:
@@ -228,21 +246,21 @@ cdef class Encoder:
             self.idle.append(message)
         return 0
 
-    cdef list finish(self, Message message):
-        """Puts the main frame into its place: a copy when small, else the buffer itself, which the message then lacks."""
-        cdef list frames = message.frames
+    cdef object main_frame(self, Message message):
+        """A copy when small, else the buffer itself, which the message then lacks."""
+        cdef Frame frame
         if message.size >= VIEW_MIN_NBYTES and message.size >= message.room // 4:
-            frames[0] = frame_new(message.data, message.size, message.block)
+            frame = frame_new(message.data, message.size, message.block)
             message.block = None
-        else:
-            frames[0] = PyBytes_FromStringAndSize(<char*>message.data, message.size)
-        self.count(message)
-        return frames
+            return frame
+        return PyBytes_FromStringAndSize(<char*>message.data, message.size)
 
-    cdef int count(self, Message message) except -1:
+    cdef int count(self, Message message, list frames) except -1:
+        """Once for each message; what the payload counted for several of them goes to the first."""
         self.messages += 1
-        self.frames += len(message.frames) - 1
+        self.frames += len(frames) - 1
         self.nbytes_viewed += message.payload.nbytes_viewed
         self.nbytes_copied += message.payload.nbytes_copied
         self.nbytes_cast += message.payload.nbytes_cast
+        message.payload.nbytes_viewed = message.payload.nbytes_copied = message.payload.nbytes_cast = 0
         return 0

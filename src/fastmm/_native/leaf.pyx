@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 
 from fastmm.errors import EncodeError, FastmmError, LimitError, SchemaError
 
-from .message cimport PART_FIELD, PART_ITEM, PART_KEY, Message, Part, append, at_path, fail, need, path_of
+from .message cimport PART_FIELD, PART_ITEM, PART_KEY, Message, Part, append, at_path, fail, foreign, need
 from .payload cimport (
     SLOT_ATTRIBUTE, SLOT_ITEM, SLOT_KEY, SLOT_NONE, SLOT_OFFSET, Slot, payload_cast, payload_frame, payload_note,
 )
@@ -45,6 +45,7 @@ cdef enum:
 cdef int write_tensor(Message m, object obj, Plan plan, int mode) except -1:
     """`[dtype, shape, data]`; data is inline, an aux index, or what an out-of-band consumer says."""
     cdef TensorView view
+    cdef object held = obj  # torch lets go of the GIL now and then
     view.holder = NULL
     try:
         tensor_view(plan.producer, <PyObject*>obj, &view)
@@ -63,7 +64,7 @@ cdef int write_tensor(Message m, object obj, Plan plan, int mode) except -1:
 cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode) except -1:
     cdef char name[24]
     cdef int name_nbytes, axis, index
-    cdef int64_t nbytes = view.nbytes
+    cdef int64_t nbytes = view.nbytes, seen_nbytes = view.nbytes
     cdef int dtype = view.dtype
     cdef bint numpy_named = view.numpy_style and not (mode & FMM_MODE_TENSOR and dtype != FMM_DTYPE_NONE and not view.swapped)
     cdef bint cast = (
@@ -99,14 +100,16 @@ cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode
             return 0
         tensor_view_clear(view)  # the consumer ran: look again
         tensor_view(plan.producer, <PyObject*>obj, view)
+        if view.nbytes != seen_nbytes:
+            fail(m, EncodeError, "expected a tensor that stays as it is, got one that the out-of-band consumer resized")
     if inline:
         return write_inline(m, obj, plan, view, nbytes, cast)
-    if PyList_GET_SIZE(m.frames) > m.max_frames:
-        fail(m, LimitError, f"expected at most {m.max_frames} aux frames (max_frames)")
     if cast:
         index = cast_leaf(m, obj, plan, view, -1)
     else:
         index = payload_frame(m.payload, plan.producer, <PyObject*>obj, view)
+    if index > m.max_frames:
+        fail(m, LimitError, f"expected at most {m.max_frames} aux frames (max_frames)")
     need(m, FMM_WRITE_MAX_NBYTES)
     m.size = fmm_write_uint(m.data + m.size, index) - m.data
     return 0
@@ -162,10 +165,8 @@ cdef bint write_out_of_band(Message m, object obj, bint cast) except -1:
         obj = cast_module.cast(obj, (<bytes>fmm_dtype_infos[m.payload.target].name).decode())
     try:
         answer = m.oob_tensor_consumer(obj)
-    except FastmmError:
-        raise
     except Exception as error:
-        raise EncodeError(f"the out-of-band consumer failed: {type(error).__name__}", path=path_of(m)) from error
+        raise foreign(m, error, "the out-of-band consumer") from error
     if answer is None:
         return False
     if type(answer) is not dict:

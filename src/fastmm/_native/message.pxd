@@ -1,6 +1,6 @@
 """Reference of Message: one message being written, and the room, the path and the errors that all writers share."""
 
-from cpython.ref cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int64_t, uint8_t
 
 from .payload cimport Payload
@@ -13,11 +13,11 @@ ctypedef enum PartKind:
     PART_KEY  # `key` of a dict
     PART_HOOK  # what a hook, or a conversion, made of the object
 
-cdef struct Part:  # one step of the path to what is being written; every pointer is borrowed
+cdef struct Part:  # one step of the path to what is being written
     PartKind kind
-    PyObject* container
-    PyObject* plan
-    PyObject* key
+    PyObject* container  # counted: a hook, or another thread, may drop it from the tree meanwhile
+    PyObject* plan  # borrowed from the container's type
+    PyObject* key  # borrowed from whoever walks the dict
     Py_ssize_t index
 
 cdef enum:
@@ -42,16 +42,15 @@ cdef class Message:
     cdef int depth
     cdef Memo memo[MEMO_SIZE]  # direct-mapped, by the address of the object
     cdef bint memo_used
-    cdef list held  # values of properties, while they are walked
     cdef bint from_hook  # inside a hook's result, where pickles are the hook's own business
-    # The mm_features of this message: where they lie, so that a sibling request with the very same list can copy them.
+    # The mm_features written last: where they lie, so that a sibling request with the very same list can copy them.
+    cdef object features  # the list, or None
     cdef size_t features_offset
     cdef size_t features_nbytes
-    cdef Py_ssize_t features_first  # the first aux index
+    cdef list features_frames  # the message's frames, of which the features take [1, 1 + features_nframes)
     cdef Py_ssize_t features_nframes
-    cdef object shared_features  # the list that `shared_bytes` and `shared_frames` are the encoding of, or None
-    cdef bytes shared_bytes
-    cdef list shared_frames
+    cdef int features_first_job
+    cdef int features_last_job
     # Options
     cdef int64_t threshold
     cdef int max_depth
@@ -71,6 +70,9 @@ cdef str path_of(Message message)
 cdef object at_path(Message message, object error)
 cdef int fail(Message message, object cls, str text) except -1
 
+# What code that is not ours raised, as an error with a path: `raise foreign(m, error, "the hook") from error`.
+cdef object foreign(Message message, object error, str whose)
+
 cdef int make_room(Message message, size_t nbytes) except -1
 cdef int too_deep(Message message) except -1
 cdef int append(Message message, const uint8_t[::1] data) except -1
@@ -80,14 +82,20 @@ cdef inline int need(Message message, size_t nbytes) except -1:
     return make_room(message, nbytes) if message.room - message.size < nbytes else 0
 
 cdef inline Part* enter(Message message, PartKind kind, object container) except NULL:
-    """Goes one level down.  Whoever enters leaves by `depth -= 1`; an error leaves the depth for the path."""
+    """Goes one level down.  Whoever enters leaves; after an error message_clear does it for all that are left."""
     cdef Part* part
     if message.depth == message.max_depth:
         too_deep(message)
     part = &message.path[message.depth]
     part.kind = kind
+    Py_INCREF(container)
     part.container = <PyObject*>container
     part.index = 0
     part.key = NULL
     message.depth += 1
     return part
+
+cdef inline int leave(Message message) except -1:
+    message.depth -= 1
+    Py_DECREF(<object>message.path[message.depth].container)
+    return 0

@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from fastmm.errors import LimitError
+from fastmm.errors import EncodeError, FastmmError, LimitError
 
 from .payload cimport Payload, payload_clear
 from .plan cimport Plan
@@ -32,7 +32,6 @@ cdef Message message_new(Payload payload, int64_t threshold, int max_depth, Py_s
     message.max_payload_nbytes = max_payload_nbytes
     message.hook = hook
     message.oob_tensor_consumer = oob_tensor_consumer
-    message.held = []
     message.path = <Part*>calloc(max_depth, sizeof(Part))
     if message.path is NULL:
         raise MemoryError()
@@ -40,9 +39,11 @@ cdef Message message_new(Payload payload, int64_t threshold, int max_depth, Py_s
 
 
 cdef int message_clear(Message message) except -1:
+    while message.depth:
+        leave(message)
     message.frames = None
-    if message.held:
-        message.held.clear()
+    message.features = None
+    message.features_frames = None
     return payload_clear(message.payload)
 
 
@@ -58,8 +59,15 @@ cdef str path_of(Message message):
         elif part.kind == PART_ITEM or part.kind == PART_FIXED:
             parts.append(f"[{part.index}]")
         elif part.kind == PART_KEY:
-            parts.append(f"[{repr(<object>part.key)[:64]}]")
+            parts.append(f"[{key_name(<object>part.key)}]")
     return "".join(parts)
+
+
+cdef str key_name(object key):
+    """A key as it may stand in a path: short, and without running code of its class."""
+    if isinstance(key, str):
+        return str.__repr__(key[:64])
+    return repr(key)[:64] if type(key) in (int, float, bool, bytes, type(None)) else f"<{type(key).__qualname__}>"
 
 
 cdef object at_path(Message message, object error):
@@ -70,6 +78,12 @@ cdef object at_path(Message message, object error):
 
 cdef int fail(Message message, object cls, str text) except -1:
     raise cls(text, path=path_of(message))
+
+
+cdef object foreign(Message message, object error, str whose):
+    if isinstance(error, FastmmError):
+        return at_path(message, error)
+    return EncodeError(f"{whose} failed: {type(error).__name__}", path=path_of(message))
 
 
 cdef int make_room(Message message, size_t nbytes) except -1:

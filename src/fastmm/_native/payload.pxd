@@ -25,7 +25,8 @@ cdef struct Leaf:  # memory that at least one tensor of the message lies in
     int64_t nbytes  # of the elements; less than end - start with gaps, more when expanded
     uint64_t layout  # 0 when dense, else a hash of shape and strides
     int dtype  # of the elements when they are to be cast, else -1
-    int frame  # aux index, 0 when inline
+    int frame  # aux index in the message of `serial`, 0 without
+    int serial
     int job  # the first job on this memory, -1 without
     bint shared_bytes  # partly overlaps another leaf
 
@@ -41,6 +42,7 @@ cdef struct Job:  # a leaf that is to be cast when the walk is over
     bint may_write  # as far as the tensor itself says
     int leaf
     int leader  # the job that casts this memory, itself as a rule
+    PyObject* frames  # the message's list, counted
     int frame  # aux index, 0 when inline
     Py_ssize_t offset  # inline: where in the main frame the bytes go
     int ndim
@@ -51,7 +53,9 @@ cdef struct Job:  # a leaf that is to be cast when the walk is over
     PyObject* block  # counted or NULL: a pooled destination
 
 cdef class Payload:
-    cdef list frames  # the message: [main, aux 1, ...]
+    cdef list frames  # the message that is being written: [main, aux 1, ...]
+    cdef int serial  # of that message
+    cdef list held  # objects whose addresses leaves and memos are known by, and that nobody else may hold
     cdef int target  # fmm_dtype_t that floating payloads end in, -1: as they are
     cdef int target_nbytes
     cdef bint inplace
@@ -73,7 +77,10 @@ cdef class Payload:
     cdef Payload next_casting  # guards memory that is being cast without the GIL
 
 cdef Payload payload_new(int target, int target_nbytes, bint inplace, bint dedup)
-cdef int payload_start(Payload payload, list frames) except -1
+cdef int payload_start(Payload payload) except -1
+
+# Begins a message; leaves and jobs of the ones before stay, until payload_finish casts for all of them.
+cdef int payload_next(Payload payload, list frames) except -1
 cdef int payload_clear(Payload payload) except -1
 
 # The aux index of a tensor that travels as it is.
@@ -85,6 +92,9 @@ cdef int payload_note(Payload payload, TensorView* view) except -1
 # Plans a cast; returns the aux index, or 0 when `offset` >= 0 says where in the main frame the bytes go.
 cdef int payload_cast(Payload payload, Producer producer, PyObject* tensor, TensorView* view, Slot* slot,
                       Py_ssize_t offset) except -1
+
+# Repeats jobs [first, last) for the current message, whose main frame holds a copy of theirs, `shift` bytes further on.
+cdef int payload_repeat(Payload payload, int first, int last, Py_ssize_t shift) except -1
 
 # Runs the planned casts, all or nothing, fills in the frames and the inline bytes, puts the new leaves into the tree.
 cdef int payload_finish(Payload payload, uint8_t* main) except -1

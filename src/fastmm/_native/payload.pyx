@@ -53,14 +53,21 @@ cdef Payload payload_new(int target, int target_nbytes, bint inplace, bint dedup
     payload.target_nbytes = target_nbytes
     payload.inplace = inplace
     payload.dedup = dedup
+    payload.held = []
     return payload
 
 
-cdef int payload_start(Payload payload, list frames) except -1:
-    payload.frames = frames
+cdef int payload_start(Payload payload) except -1:
+    payload.serial = 0
     payload.nbytes_viewed = 0
     payload.nbytes_copied = 0
     payload.nbytes_cast = 0
+    return 0
+
+
+cdef int payload_next(Payload payload, list frames) except -1:
+    payload.frames = frames
+    payload.serial += 1
     return 0
 
 
@@ -82,9 +89,12 @@ cdef int payload_clear(Payload payload) except -1:
             Py_XDECREF(jobs[i].slot.key)
             Py_XDECREF(jobs[i].tensor)
             Py_XDECREF(jobs[i].owner)
+            Py_XDECREF(jobs[i].frames)
             Py_XDECREF(jobs[i].replacement)
             Py_XDECREF(jobs[i].block)
         free(jobs)
+    if payload.held:
+        payload.held = []
     return 0
 
 
@@ -122,6 +132,7 @@ cdef int leaf_add(Payload payload, TensorView* view, uint64_t layout, int dtype)
     leaf.layout = layout
     leaf.dtype = dtype
     leaf.frame = 0
+    leaf.serial = 0
     leaf.job = -1
     leaf.shared_bytes = False
     table_put(payload, index)
@@ -201,15 +212,15 @@ cdef int leaf_of(Payload payload, TensorView* view, int dtype, bint* found) exce
 
 cdef int payload_frame(Payload payload, Producer producer, PyObject* tensor, TensorView* view) except -1:
     cdef bint found = False
-    cdef int leaf = -1
+    cdef Leaf* leaf
     cdef int index = <int>PyList_GET_SIZE(payload.frames)
     cdef Block block
     if view.nbytes and (payload.dedup or payload.target >= 0):
-        leaf = leaf_of(payload, view, -1, &found)
-        if found and payload.dedup and payload.leaves[leaf].frame:
-            return payload.leaves[leaf].frame
-        if payload.leaves[leaf].frame == 0:
-            payload.leaves[leaf].frame = index
+        leaf = &payload.leaves[leaf_of(payload, view, -1, &found)]
+        if payload.dedup and frame_of(payload, leaf):
+            return leaf.frame
+        leaf.frame = index
+        leaf.serial = payload.serial
     if view.dense:
         payload.frames.append(frame_new(view.data, view.nbytes, tensor_owner(producer, tensor, view)))
         payload.nbytes_viewed += view.nbytes
@@ -218,7 +229,13 @@ cdef int payload_frame(Payload payload, Producer producer, PyObject* tensor, Ten
         tensor_gather(view, block.data)
         payload.frames.append(frame_new(block.data, view.nbytes, block))
         payload.nbytes_copied += view.nbytes
+        payload.held.append(<object>tensor)  # its address means this memory until the message is done
     return index
+
+
+cdef inline int frame_of(Payload payload, Leaf* leaf) noexcept:
+    """The leaf's frame in the message that is being written, 0 without."""
+    return leaf.frame if leaf.serial == payload.serial else 0
 
 
 cdef int payload_note(Payload payload, TensorView* view) except -1:
@@ -242,7 +259,7 @@ cdef int payload_cast(Payload payload, Producer producer, PyObject* tensor, Tens
     if not cast_supported(view.dtype, payload.target):
         raise SchemaError(f"expected a payload that can be cast to {(<bytes>fmm_dtype_info(payload.target).name).decode()}, "
                           f"got {(<bytes>fmm_dtype_info(view.dtype).name).decode()}: cast it before, or give dtype=None")
-    leaf = leaf_of(payload, view, view.dtype + 64 * view.swapped, &found)
+    leaf = leaf_of(payload, view, view.dtype + 64 * view.swapped, &found)  # `found`: cast by a job that is there already
     job = job_add(payload, view.ndim)
     for axis in range(view.ndim):
         payload.dims[job.dims + axis] = view.shape[axis]
@@ -279,13 +296,35 @@ cdef int payload_cast(Payload payload, Producer producer, PyObject* tensor, Tens
     job.owner = <PyObject*>owner
     if offset >= 0:
         return 0
-    if found and payload.dedup and payload.leaves[leaf].frame:
+    Py_INCREF(payload.frames)
+    job.frames = <PyObject*>payload.frames
+    if payload.dedup and frame_of(payload, &payload.leaves[leaf]):
         job.frame = payload.leaves[leaf].frame
         return job.frame
     job.frame = <int>PyList_GET_SIZE(payload.frames)
     payload.frames.append(None)  # filled in when the message is finished
     payload.leaves[leaf].frame = job.frame
+    payload.leaves[leaf].serial = payload.serial
     return job.frame
+
+
+cdef int payload_repeat(Payload payload, int first, int last, Py_ssize_t shift) except -1:
+    cdef Job* job
+    cdef Job* source
+    cdef int i
+    for i in range(first, last):
+        job = job_add(payload, 0)
+        source = &payload.jobs[i]
+        job.slot.kind = SLOT_NONE  # the tree is the first one's business
+        job.leaf = source.leaf
+        job.leader = source.leader
+        job.nelem = source.nelem
+        job.offset = source.offset + shift if source.offset >= 0 else -1
+        job.frame = source.frame
+        if job.frame:
+            Py_INCREF(payload.frames)
+            job.frames = <PyObject*>payload.frames
+    return 0
 
 
 cdef Job* job_add(Payload payload, int ndim) except NULL:
@@ -392,12 +431,12 @@ cdef int prepare(Payload payload) except -1:
                 job.dst = block.data
         else:
             job.dst = leader.dst
-        if job.frame and payload.frames[job.frame] is None:
-            payload.frames[job.frame] = frame_new(
+        if job.frame and (<list>job.frames)[job.frame] is None:
+            (<list>job.frames)[job.frame] = frame_new(
                 job.dst, nbytes, <object>(leader.owner if leader.block is NULL else leader.block))
             if leader.block is NULL:
                 payload.nbytes_viewed += nbytes
-        if leader.may_write:
+        if leader.may_write and job.slot.kind != SLOT_NONE:
             replacement = tensor_make(
                 job.family, job.dst, payload.target, job.ndim, payload.dims + job.dims, <object>job.owner, False)
             Py_INCREF(replacement)

@@ -22,6 +22,7 @@ ctypedef enum Kind:
     KIND_CONVERT  # enum, numpy scalar, date...: `convert` gives a plain value
     KIND_EXT  # msgpack.ExtType and Timestamp, msgspec.msgpack.Ext
     KIND_RAW  # msgspec.Raw: msgpack already
+    KIND_UNSET  # msgspec's "not there"
     KIND_UNKNOWN  # a user's hook may know
 
 cdef extern from "c/plan_field.h":
@@ -54,7 +55,6 @@ cdef class Plan:
     cdef fmm_field_t* fields  # owned
     cdef int nfields
     cdef bint as_array
-    cdef bint wide_header  # a map whose header is chosen by the declared fields, as msgspec does with omit_defaults
     cdef bint in_dict  # attributes live in the instance's dict, where some may be missing
     cdef bint may_omit  # UNSET, a default or a missing attribute leaves a field out
     cdef bint missing_ok  # a field without a value is left out; else it is an error

@@ -50,7 +50,7 @@ cdef extern from *:
 cdef PlanEntry plan_cache[PLAN_CACHE_SIZE]
 cdef dict plans = {}  # id of the type -> (weak reference to it, its plan)
 cdef PyObject* unset_object = NULL
-cdef object unset_holder = None
+cdef object unset_holder = None  # keeps it
 
 # Which of vLLM's classes are written as `[factory, {fields}]`; exact classes only, as there.
 FACTORIES = {
@@ -82,6 +82,7 @@ cdef PlanEntry* cache_entry(PyTypeObject* cls) noexcept:
 
 cdef Plan plan_make(object cls):
     cdef Plan plan = plan_build(cls)
+    find_unset()
     cdef uintptr_t key = <uintptr_t><PyObject*>cls
 
     def forget(_, key=key):  # the address may be a new type's tomorrow
@@ -92,6 +93,15 @@ cdef Plan plan_make(object cls):
 
     plans[key] = (weakref.ref(cls, forget), plan)
     return plan
+
+
+cdef int find_unset() except -1:
+    global unset_object, unset_holder
+    msgspec = sys.modules.get("msgspec")
+    if unset_object is NULL and msgspec is not None:
+        unset_holder = msgspec.UNSET
+        unset_object = <PyObject*>unset_holder
+    return 0
 
 
 cdef Plan plan_new(Kind kind):
@@ -130,27 +140,27 @@ cdef Plan plan_build(object cls):
     cdef Plan plan
     if cls in BUILTINS:
         return plan_new(BUILTINS[cls])
+    if issubclass(cls, type):
+        return plan_new(KIND_UNKNOWN)
     if issubclass(cls, enum.Enum):
-        return convert_plan(lambda member: member._value_)
+        return convert_plan(enum_value)
     if issubclass(cls, numpy.generic):
         return convert_plan(numpy_scalar)
+    if cls in CONVERTERS:
+        return convert_plan(CONVERTERS[cls])
+    if cls is msgpack.ExtType or cls is msgpack.Timestamp or (cls.__module__, cls.__name__) == ("msgspec.msgpack", "Ext"):
+        return plan_new(KIND_EXT)
+    if cls.__module__ == "msgspec" and cls.__name__ in ("Raw", "UnsetType"):
+        return plan_new(KIND_RAW if cls.__name__ == "Raw" else KIND_UNSET)
     if hasattr(cls, "__struct_fields__") and hasattr(cls, "__struct_config__"):
         return msgspec_plan(cls)
+    for base, kind in CONTAINERS:
+        if issubclass(cls, base):
+            return plan_new(kind)
     if hasattr(cls, "__wire__") and dataclasses.is_dataclass(cls):
         return record_plan(cls)
     if dataclasses.is_dataclass(cls):
         return dataclass_plan(cls)
-    for base, kind in CONTAINERS:
-        if issubclass(cls, base):
-            return plan_new(kind)
-    if cls in CONVERTERS:
-        return convert_plan(CONVERTERS[cls])
-    if issubclass(cls, msgpack.ExtType) or cls.__module__ == "msgspec.msgpack" and cls.__name__ == "Ext":
-        return plan_new(KIND_EXT)
-    if cls is msgpack.Timestamp:
-        return plan_new(KIND_EXT)
-    if cls.__module__ == "msgspec" and cls.__name__ == "Raw":
-        return plan_new(KIND_RAW)
     producer = producer_of(cls)
     if producer is not None:
         plan = plan_new(KIND_TENSOR)
@@ -176,10 +186,17 @@ cdef Plan convert_plan(object convert):
     return plan
 
 
+def enum_value(member):
+    """What stands for an enum's member: the number or string it is, where it is one, else its value."""
+    if isinstance(member, int):
+        return int.__int__(member)
+    return str.__str__(member) if isinstance(member, str) else member._value_
+
+
 def numpy_scalar(scalar):
     """A numpy scalar as a number, bool or string of Python's; others (void, long double, datetime64) are refused."""
     value = scalar.item()
-    if type(value) in (bool, int, float, str, bytes) and not isinstance(scalar, (numpy.datetime64, numpy.timedelta64)):
+    if type(value) in (bool, int, float, str, bytes) and scalar.dtype.kind not in "mMV":
         return value
     raise SchemaError(f"expected a number, bool or string, got a numpy scalar of dtype {scalar.dtype}")
 
@@ -257,11 +274,8 @@ cdef object default_of(object value, object factory, object missing):
 
 
 cdef Plan msgspec_plan(object cls):
-    global unset_object, unset_holder
     cdef Plan plan
     msgspec = sys.modules["msgspec"]
-    unset_holder = msgspec.UNSET
-    unset_object = <PyObject*>unset_holder
     config = cls.__struct_config__
     names = list(cls.__struct_fields__)
     as_array = bool(config.array_like)
@@ -275,7 +289,6 @@ cdef Plan msgspec_plan(object cls):
     plan = struct_plan(cls, names, list(cls.__struct_encode_fields__), defaults, as_array, False)
     if plan.in_dict:
         raise SchemaError(f"expected a msgspec struct with slots, got {cls.__module__}.{cls.__qualname__}")
-    plan.wide_header = omit
     plan.may_omit = not as_array  # UNSET leaves a field out
     if config.tag is not None:
         plan.head = msgpack.packb(config.tag) if as_array else msgpack.packb(config.tag_field) + msgpack.packb(config.tag)
@@ -294,7 +307,6 @@ cdef Plan record_plan(object cls):
         for field in fields
     ]
     plan = struct_plan(cls, names, names, defaults, cls.__wire__ == "array", False)
-    plan.wide_header = omit
     factory = cls.__dict__.get("__wire_factory__")
     if factory is not None:
         wrap(plan, factory)

@@ -153,11 +153,16 @@ cdef int tensor_view(Producer producer, PyObject* obj, TensorView* view) except 
         return view_exchange(producer, obj, view)
     if producer.family == FAMILY_NUMPY:
         return view_numpy(obj, view)
-    if producer.family == FAMILY_WIRE:
-        return view_wire(<object>obj, view)
-    if producer.family == FAMILY_DLPACK:
-        return view_dlpack(<object>obj, view)
-    return view_buffer(<object>obj, view)
+    try:
+        if producer.family == FAMILY_WIRE:
+            return view_wire(<object>obj, view)
+        if producer.family == FAMILY_DLPACK:
+            return view_dlpack(<object>obj, view)
+        return view_buffer(<object>obj, view)
+    except SchemaError:
+        raise
+    except Exception as error:  # a WireTensor's fields can be set to anything, and `__dlpack__` is anybody's code
+        raise refusal(<object>obj, error) from None
 
 
 cdef void tensor_view_clear(TensorView* view) noexcept:
@@ -264,6 +269,8 @@ cdef int measure(TensorView* view) except -1:
         raise SchemaError(f"expected at most {MAX_NDIM} dimensions, got {view.ndim}")
     if not fmm_shape_nelem(view.shape, view.ndim, &view.nelem) or not fmm_mul_i64(view.nelem, view.item_nbytes, &view.nbytes):
         raise SchemaError("expected a shape whose size in bytes fits 63 bits, got a larger one")
+    if view.data is NULL and view.nbytes:
+        raise SchemaError("expected a tensor with memory, got one whose storage is empty")
     view.dense = view.strides is NULL or view.nelem < 2 or fmm_strided_is_dense(
         view.ndim, view.shape, view.strides, view.stride_unit_nbytes, view.item_nbytes)
     if view.dense:
@@ -381,7 +388,7 @@ cdef int view_wire(object tensor, TensorView* view) except -1:
     home = bytes(8 * len(dims) + 8)
     shape = <int64_t*><char*>home
     for axis, extent in enumerate(dims):
-        if not isinstance(extent, int) or not 0 <= extent < 1 << 63:
+        if type(extent) is not int or not 0 <= extent < 1 << 63:
             raise SchemaError(f"expected extents >= 0 in the shape of a WireTensor, got {dims}")
         shape[axis] = extent
     view.data = buffer.buf
@@ -402,18 +409,13 @@ cdef int view_dlpack(object obj, TensorView* view) except -1:
     """The slow way, one capsule per tensor.  The capsule is kept unused, so that its own destructor frees it."""
     cdef fmm_dl_managed_t* managed
     cdef fmm_dl_tensor_t* tensor
+    device_type = obj.__dlpack_device__()[0]
+    if not host_readable(device_type):
+        raise SchemaError(f"expected a tensor in host memory, got DLPack device type {device_type}")
     try:
-        device_type = obj.__dlpack_device__()[0]
-        if not host_readable(device_type):
-            raise SchemaError(f"expected a tensor in host memory, got DLPack device type {device_type}")
-        try:
-            capsule = obj.__dlpack__(max_version=(FMM_DLPACK_MAJOR, FMM_DLPACK_MINOR))
-        except TypeError:
-            capsule = obj.__dlpack__()  # a producer from before DLPack 1.0
-    except SchemaError:
-        raise
-    except Exception as error:
-        raise refusal(obj, error) from None
+        capsule = obj.__dlpack__(max_version=(FMM_DLPACK_MAJOR, FMM_DLPACK_MINOR))
+    except TypeError:
+        capsule = obj.__dlpack__()  # a producer from before DLPack 1.0
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         managed = <fmm_dl_managed_t*>PyCapsule_GetPointer(capsule, "dltensor_versioned")
         if managed.version.major != FMM_DLPACK_MAJOR:

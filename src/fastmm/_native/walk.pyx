@@ -9,13 +9,14 @@ import operator
 
 import msgpack
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.dict cimport PyDict_GetItem, PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyTypeObject, Py_TYPE
 from cpython.ref cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int64_t, int8_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memcpy, memset
 
 from fastmm.errors import EncodeError, FastmmError, SchemaError
 
@@ -23,12 +24,13 @@ from .cast cimport selected_table
 from .leaf cimport write_tensor
 from .message cimport (
     MEMO_SIZE, PART_FIELD, PART_FIXED, PART_HOOK, PART_ITEM, PART_KEY, Memo, Message, Part,
-    append, at_path, enter, fail, need, path_of,
+    append, at_path, enter, fail, foreign, leave, need,
 )
-from .payload cimport payload_finish, payload_start
+from .payload cimport payload_finish, payload_next, payload_repeat, payload_start
 from .plan cimport (
     FMM_MODE_FIELD, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST, KIND_MAPPING, KIND_NUMBER,
-    KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN, Plan, fmm_field_t, plan_of, unset_object,
+    KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
+    KIND_UNSET, Plan, fmm_field_t, plan_of, unset_object,
 )
 from .pool cimport block_acquire
 
@@ -95,7 +97,7 @@ cdef enum:
 cdef fmm_pack_ids_fn_t pack_ids = NULL
 
 
-cdef int message_write(Message m, object obj) except -1:
+cdef int message_start(Message m) except -1:
     global pack_ids
     if pack_ids is NULL:
         pack_ids = fmm_pack_ids_best(selected_table().name)
@@ -103,30 +105,35 @@ cdef int message_write(Message m, object obj) except -1:
         m.block = block_acquire(BLOCK_MIN_NBYTES)
         m.data = m.block.data
         m.room = m.block.capacity
-    m.frames = [None]
     m.size = 0
-    m.depth = 0
-    m.payload_nbytes = 0
-    m.features_nbytes = 0
     m.from_hook = False
+    payload_start(m.payload)
+    if m.oob_tensor_consumer is not None:
+        try:
+            m.oob_tensor_consumer.new_message()
+        except Exception as error:
+            raise foreign(m, error, "the out-of-band consumer's new_message") from error
+    return 0
+
+
+cdef list message_walk(Message m, object obj):
+    m.frames = [None]
+    m.payload_nbytes = 0
     if m.memo_used:
         memset(m.memo, 0, sizeof(m.memo))
         m.memo_used = False
-    payload_start(m.payload, m.frames)
+    payload_next(m.payload, m.frames)
     write_value(m, obj, 0)
+    return m.frames
+
+
+cdef int message_finish(Message m) except -1:
     if m.payload.njobs:
-        finish_casts(m)
+        try:
+            payload_finish(m.payload, m.data)
+        except FastmmError as error:
+            raise at_path(m, error)
     return 0
-
-
-cdef int finish_casts(Message m) except -1:
-    try:
-        payload_finish(m.payload, m.data)
-    except FastmmError as error:
-        m.depth = 0
-        raise at_path(m, error)
-    return 0
-
 
 
 # --- values -------------------------------------------------------------------------------------------------------------
@@ -175,7 +182,7 @@ cdef int write_planned(Message m, object obj, Plan plan, int mode) except -1:
     if plan.kind == KIND_SLICE:
         return write_slice(m, obj)
     if plan.kind == KIND_SET:
-        return write_tuple(m, tuple(obj), mode)
+        return write_set(m, obj, mode)
     if plan.kind == KIND_CONVERT:
         return write_converted(m, obj, plan, mode)
     if plan.kind == KIND_BYTES:
@@ -183,7 +190,7 @@ cdef int write_planned(Message m, object obj, Plan plan, int mode) except -1:
     if plan.kind == KIND_EXT:
         return write_ext(m, obj)
     if plan.kind == KIND_RAW:
-        return append(m, memoryview(obj))
+        return write_raw(m, obj)
     return write_hooked(m, obj, mode)
 
 
@@ -220,30 +227,65 @@ cdef int write_str(Message m, object obj) except -1:
 
 
 cdef int write_bytes(Message m, object obj) except -1:
-    cdef object view = memoryview(obj)
-    if not view.c_contiguous:
-        fail(m, EncodeError, "expected a contiguous buffer, got a strided memoryview: take bytes() of it")
-    if view.nbytes > <Py_ssize_t>UINT32_MAX:
-        fail(m, EncodeError, f"expected a buffer of less than 4 GiB, got {view.nbytes} bytes")
-    need(m, FMM_WRITE_MAX_NBYTES)
-    m.size = fmm_write_bin_header(m.data + m.size, view.nbytes) - m.data
-    return append(m, view.cast("B")) if view.nbytes else 0
+    cdef Py_buffer buffer
+    get_buffer(m, obj, &buffer)
+    try:
+        need(m, FMM_WRITE_MAX_NBYTES + buffer.len)
+        m.size = fmm_write_bin_header(m.data + m.size, <uint32_t>buffer.len) - m.data
+        put_buffer(m, &buffer)
+    finally:
+        PyBuffer_Release(&buffer)
+    return 0
 
 
 cdef int write_ext(Message m, object obj) except -1:
-    cdef object data
+    cdef Py_buffer buffer
     cdef int code
     if type(obj) is msgpack.Timestamp:
-        code, data = -1, memoryview(obj.to_bytes())
+        code, data = -1, obj.to_bytes()
     else:
-        code, data = obj.code, memoryview(obj.data)
+        code, data = obj.code, obj.data
     if code in (1, 2) and not m.from_hook:
         fail(m, SchemaError, f"expected no pickles, got an extension of type {code}, which vLLM would unpickle")
-    if data.nbytes > <Py_ssize_t>UINT32_MAX:
-        fail(m, EncodeError, f"expected an extension of less than 4 GiB, got {data.nbytes} bytes")
-    need(m, FMM_WRITE_MAX_NBYTES)
-    m.size = fmm_write_ext_header(m.data + m.size, code, data.nbytes) - m.data
-    return append(m, data.cast("B")) if data.nbytes else 0
+    get_buffer(m, data, &buffer)
+    try:
+        need(m, FMM_WRITE_MAX_NBYTES + buffer.len)
+        m.size = fmm_write_ext_header(m.data + m.size, code, <uint32_t>buffer.len) - m.data
+        put_buffer(m, &buffer)
+    finally:
+        PyBuffer_Release(&buffer)
+    return 0
+
+
+cdef int write_raw(Message m, object obj) except -1:
+    cdef Py_buffer buffer
+    get_buffer(m, obj, &buffer)
+    try:
+        need(m, buffer.len)
+        put_buffer(m, &buffer)
+    finally:
+        PyBuffer_Release(&buffer)
+    return 0
+
+
+cdef int get_buffer(Message m, object obj, Py_buffer* buffer) except -1:
+    """The raw bytes of a contiguous buffer of any format; the caller releases them."""
+    try:
+        PyObject_GetBuffer(obj, buffer, PyBUF_SIMPLE)
+    except (BufferError, TypeError, ValueError):
+        fail(m, EncodeError, f"expected a contiguous buffer, got a {type(obj).__qualname__} that is none: take bytes() of it")
+    if buffer.len > <Py_ssize_t>UINT32_MAX:
+        nbytes = buffer.len
+        PyBuffer_Release(buffer)
+        fail(m, EncodeError, f"expected a buffer of less than 4 GiB, got {nbytes} bytes")
+    return 0
+
+
+cdef int put_buffer(Message m, Py_buffer* buffer) noexcept:
+    if buffer.len:
+        memcpy(m.data + m.size, buffer.buf, buffer.len)
+        m.size += buffer.len
+    return 0
 
 
 cdef int write_slice(Message m, object obj) except -1:
@@ -251,9 +293,10 @@ cdef int write_slice(Message m, object obj) except -1:
     cdef PySliceObject* bounds = <PySliceObject*><PyObject*>obj
     need(m, 1 + 3 * FMM_WRITE_MAX_NBYTES)
     m.size = fmm_write_array_header(m.data + m.size, 3) - m.data
-    write_bound(m, <object>bounds.start)
-    write_bound(m, <object>bounds.stop)
-    write_bound(m, <object>bounds.step)
+    cdef object start = <object>bounds.start, stop = <object>bounds.stop, step = <object>bounds.step  # held
+    write_bound(m, start)
+    write_bound(m, stop)
+    write_bound(m, step)
     return 0
 
 
@@ -263,10 +306,13 @@ cdef int write_bound(Message m, object bound) except -1:
         m.size = after - m.data
         return 0
     try:
-        bound = int(operator.index(bound))  # numpy integers and tensors of one integer, as vLLM's flat_from_sizes leaves them
+        number = int(operator.index(bound))  # numpy integers and tensors of one integer, as vLLM's flat_from_sizes leaves them
     except TypeError:
         fail(m, SchemaError, f"expected slice bounds that are integers or None, got a {type(bound).__qualname__}")
-    return write_int(m, bound)
+    except Exception as error:
+        raise foreign(m, error, "the slice bound's __index__") from error
+    need(m, 3 * FMM_WRITE_MAX_NBYTES)
+    return write_int(m, number)
 
 
 # --- containers ---------------------------------------------------------------------------------------------------------
@@ -291,7 +337,7 @@ cdef int write_list(Message m, object obj, int mode) except -1:
         if PyList_GET_SIZE(obj) != nelem:
             fail(m, EncodeError, "expected a list that stays as it is, got one that changed while it was encoded")
     if part is not NULL:
-        m.depth -= 1
+        leave(m)
     return 0
 
 
@@ -342,8 +388,16 @@ cdef int write_tuple(Message m, object obj, int mode) except -1:
     for i in range(nelem):
         part.index = i
         write_value(m, <object>PyTuple_GET_ITEM(obj, i), mode)
-    m.depth -= 1
+    leave(m)
     return 0
+
+
+cdef int write_set(Message m, object obj, int mode) except -1:
+    try:
+        items = tuple(obj)
+    except Exception as error:
+        raise foreign(m, error, f"iterating a {type(obj).__qualname__}") from error
+    return write_tuple(m, items, mode)
 
 
 cdef int write_dict(Message m, object obj) except -1:
@@ -369,27 +423,23 @@ cdef int write_dict(Message m, object obj) except -1:
     if count != nelem or PyDict_Size(obj) != nelem:
         part.key = <PyObject*>None
         fail(m, EncodeError, "expected a mapping that stays as it is, got one that changed while it was encoded")
-    m.depth -= 1
+    leave(m)
     return 0
 
 
 cdef int write_mapping(Message m, object obj, Plan plan) except -1:
-    if plan.user_dict:
-        data = obj.data
-        if type(data) is dict:
-            return write_dict(m, data)
-    return write_dict(m, dict(obj))
+    """Any mapping that is not a dict.  What it makes up is held: addresses stand for objects until the message is done."""
+    try:
+        items = obj.data if plan.user_dict and type(obj.data) is dict else dict(obj)
+    except Exception as error:
+        raise foreign(m, error, f"reading a {type(obj).__qualname__}") from error
+    m.payload.held.append(items)
+    return write_dict(m, items)
 
 
 cdef int write_converted(Message m, object obj, Plan plan, int mode) except -1:
-    enter(m, PART_HOOK, obj)
-    try:
-        value = plan.convert(obj)
-    except FastmmError as error:
-        raise at_path(m, error)
-    write_value(m, value, mode)
-    m.depth -= 1
-    return 0
+    """Enums, numpy scalars, dates: what their plan's function makes of them."""
+    return write_made(m, obj, plan.convert, f"converting a {type(obj).__qualname__}", mode)
 
 
 cdef int write_hooked(Message m, object obj, int mode) except -1:
@@ -398,18 +448,21 @@ cdef int write_hooked(Message m, object obj, int mode) except -1:
     if m.hook is None:
         fail(m, SchemaError, f"expected a value that the wire knows, got a {cls.__module__}.{cls.__qualname__}: convert it "
                              "before, or give a hook that does")
+    m.from_hook = True
+    write_made(m, obj, m.hook, f"the hook, given a {cls.__module__}.{cls.__qualname__},", mode)
+    m.from_hook = outer
+    return 0
+
+
+cdef int write_made(Message m, object obj, object make, str whose, int mode) except -1:
     enter(m, PART_HOOK, obj)
     try:
-        value = m.hook(obj)
-    except FastmmError as error:
-        raise at_path(m, error)
+        value = make(obj)
     except Exception as error:
-        raise EncodeError(f"the hook failed on a {cls.__module__}.{cls.__qualname__}: {type(error).__name__}",
-                          path=path_of(m)) from error
-    m.from_hook = True
+        raise foreign(m, error, whose) from error
+    m.payload.held.append(value)
     write_value(m, value, mode)
-    m.from_hook = outer
-    m.depth -= 1
+    leave(m)
     return 0
 
 
@@ -458,7 +511,7 @@ cdef int write_array_fields(Message m, object obj, Plan plan) except -1:
             fail(m, SchemaError, "expected a value, got a field that is not set")
         write_field(m, &plan.fields[i], <object>value)
         i += 1
-    m.depth -= 1
+    leave(m)
     return 0
 
 
@@ -489,7 +542,7 @@ cdef int write_map_fields(Message m, object obj, Plan plan) except -1:
         write_slots(m, obj, plan, part, &count)
     if plan.may_omit:
         put_count(m, plan, header, count)
-    m.depth -= 1
+    leave(m)
     return 0
 
 
@@ -537,12 +590,15 @@ cdef int write_pair(Message m, object obj, Plan plan, const fmm_field_t* field, 
     """One field of a map, the general way: it may be missing, unset, or anything."""
     if value is NULL:
         value = missing_value(m, obj, plan, <object>field.name)
-    if value is NULL or plan.may_omit and value is unset_object:
+    if value is NULL:
+        return 0
+    held = <object>value
+    if (<Plan>plan_of(Py_TYPE(held))).kind == KIND_UNSET:
         return 0
     count[0] += 1
     need(m, field.key_nbytes + 16)
     m.size = fmm_put_key(m.data + m.size, field) - m.data
-    return write_field(m, field, <object>value)
+    return write_field(m, field, held)
 
 
 cdef PyObject* missing_value(Message m, object obj, Plan plan, object name) except? NULL:
@@ -550,38 +606,42 @@ cdef PyObject* missing_value(Message m, object obj, Plan plan, object name) exce
     if not plan.missing_ok:
         fail(m, SchemaError, "expected a value, got a field that is not set")
     if name in plan.properties:
-        value = getattr(obj, name, m)
+        try:
+            value = getattr(obj, name, m)
+        except Exception as error:
+            raise foreign(m, error, f"the property {name}") from error
         if value is not m:
-            m.held.append(value)  # nobody else may hold it
+            m.payload.held.append(value)
             return <PyObject*>value
     return NULL
 
 
-cdef int put_count(Message m, Plan plan, size_t header, int count) except -1:
-    """The number of fields really written, into a header that was made for all of them."""
-    cdef int declared = plan.nfields + plan.head_nelem
-    if declared < 16:
+cdef void put_count(Message m, Plan plan, size_t header, int count) noexcept:
+    """The number of fields really written, into a header that was made for all of them, as msgspec does it."""
+    if plan.nfields + plan.head_nelem < 16:
         m.data[header] = 0x80 | count
-    elif count > 15 or plan.wide_header:
-        fmm_write_be16(m.data + header + 1, count)
     else:
-        memmove(m.data + header + 1, m.data + header + 3, m.size - header - 3)
-        m.data[header] = 0x80 | count
-        m.size -= 2
-    return 0
+        fmm_write_be16(m.data + header + 1, count)
 
 
 cdef int write_features(Message m, object features) except -1:
     """The features of a request.  A sibling of the last request, with the very same list, copies what that one wrote."""
-    cdef Py_ssize_t first = PyList_GET_SIZE(m.frames)
-    if features is m.shared_features and first == 1:
-        append(m, m.shared_bytes)
-        m.frames.extend(m.shared_frames)
-        return 0
     cdef size_t offset = m.size
+    if features is m.features and PyList_GET_SIZE(m.frames) == 1:
+        need(m, m.features_nbytes)
+        memcpy(m.data + offset, m.data + m.features_offset, m.features_nbytes)
+        m.size += m.features_nbytes
+        m.frames.extend(m.features_frames[1:1 + m.features_nframes])
+        payload_repeat(m.payload, m.features_first_job, m.features_last_job, offset - m.features_offset)
+        return 0
+    cdef int first_job = m.payload.njobs
+    cdef bint first = PyList_GET_SIZE(m.frames) == 1
     write_value(m, features, 0)
+    m.features = features if first else None  # indices of aux frames are part of the bytes
     m.features_offset = offset
     m.features_nbytes = m.size - offset
-    m.features_first = first
-    m.features_nframes = PyList_GET_SIZE(m.frames) - first
+    m.features_frames = m.frames
+    m.features_nframes = PyList_GET_SIZE(m.frames) - 1
+    m.features_first_job = first_job
+    m.features_last_job = m.payload.njobs
     return 0
