@@ -77,12 +77,15 @@ def test_limits_of_elements_frames_and_bytes():
         Decoder(None, max_elements=9).decode(raw.pack([[1] * 4] * 2))
     frames = raw.item(b"ab", b"cd", data=[["uint8", [2], 1], ["uint8", [2], 2]])
     with pytest.raises(LimitError, match="max_frames"):
-        decode(frames, max_frames=2)
-    assert decode(frames, max_frames=3)
-    total = sum(map(len, frames))
-    with pytest.raises(LimitError, match=f"frames of {total} bytes are more than max_payload_nbytes, {total - 1}"):
-        decode(frames, max_payload_nbytes=total - 1)
-    assert decode(frames, max_payload_nbytes=total)
+        decode(frames, max_frames=1)
+    assert decode(frames, max_frames=2)
+    with pytest.raises(LimitError, match="aux frames of 4 bytes are more than max_payload_nbytes, 3"):
+        decode(frames, max_payload_nbytes=3)
+    assert decode(frames, max_payload_nbytes=4)
+    frames = raw.item(b"ab", data=[["uint8", [2], 1], ["uint8", [3], raw.raw(b"cde")]])
+    with pytest.raises(LimitError, match="max_payload_nbytes"):
+        decode(frames, max_payload_nbytes=4)
+    assert decode(frames, max_payload_nbytes=5)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,7 @@ def test_limits_of_elements_frames_and_bytes():
         {"type": list[complex]},
         {"type": list[str] | set[str]},
         {"type": 5},
+        {"type": [int]},
     ],
 )
 def test_options_are_checked(options):

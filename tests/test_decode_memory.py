@@ -102,6 +102,16 @@ def test_a_copy_keeps_no_frame_alive_and_may_be_written_to():
         assert got.sum() == 1.5 * nbytes / 4
 
 
+@pytest.mark.parametrize("tensors", TENSORS)
+def test_a_frame_that_many_tensors_point_to_is_copied_once(tensors):
+    aux = bytearray(1 << 20)
+    for options, frame in (({"copy": True}, aux), ({}, memoryview(bytearray(len(aux) + 1))[1:])):
+        decoder = Decoder(tensors=tensors, **options)
+        got = data_of(decoder.decode(raw.item(frame, data=[["complex128", [1 << 16], 1]] * 500)))
+        assert decoder.counters["nbytes_copied"] == 1 << 20
+        assert len({address_of(tensor) for tensor in got}) == 1
+
+
 def test_arrays_are_read_only_where_the_frame_is():
     data = ["uint8", [4], 1]
     frozen = data_of(Decoder(tensors="numpy").decode(raw.item(b"abcd", data=data)))

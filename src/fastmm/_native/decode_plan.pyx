@@ -73,6 +73,10 @@ cdef PyObject* keep(object obj):
 
 cdef DecodePlan* decode_plan_of(object hint) except NULL:
     cdef DecodePlan* plan
+    try:
+        hash(hint)
+    except TypeError:
+        raise SchemaError(f"cannot decode into {hint!r}: expected a schema class or built-in types") from None
     with lock:  # asking for annotations runs Python: another thread must not see a record that is half filled
         before = (plans.copy(), records.copy())
         try:

@@ -50,6 +50,8 @@ cdef struct FrameView:
     PyObject* owner  # counted: what keeps `data` alive and in place
     bint readonly
     bint used  # a tensor points to it
+    PyObject* copy  # counted, or NULL: what keeps the one private copy, which all tensors of the frame share
+    uint8_t* copy_data
 
 ctypedef enum StepKind:
     STEP_FIELD
@@ -89,6 +91,7 @@ cdef struct DecodeState:
     int tensor_dtype
     int tensor_ndim
     int64_t tensor_extent
+    int64_t payload_left  # bytes of tensors that may still come
     int64_t nbytes_viewed
     int64_t nbytes_copied
     int pair  # position in the map of the item that is being read: which memo to ask
@@ -103,6 +106,7 @@ cdef int fail_frame(DecodeState* s, Py_ssize_t frame, str message) except -1
 cdef int fail_foreign(DecodeState* s, str what, object error) except -1
 cdef int fail_depth(DecodeState* s) except -1
 cdef int fail_elements(DecodeState* s) except -1
+cdef int fail_payload(DecodeState* s) except -1
 
 # A value of what kind the cursor is at: "int", "an array"...
 cdef str kind_word(DecodeState* s)

@@ -81,6 +81,11 @@ cdef int fail_elements(DecodeState* s) except -1:
                      offset=s.reader.cur - s.start)
 
 
+cdef int fail_payload(DecodeState* s) except -1:
+    raise LimitError("more bytes of tensors than max_payload_nbytes allows", path=path_text(s), frame=0,
+                     offset=s.reader.cur - s.start)
+
+
 cdef int check_depth(DecodeState* s) except -1:
     """An input nested too deep is that error first, whatever else is wrong with it.  Only on the way to an error."""
     cdef fmm_reader_t reader

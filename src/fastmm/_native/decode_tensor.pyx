@@ -24,6 +24,7 @@ from .decode_state cimport (
     fail,
     fail_foreign,
     fail_frame,
+    fail_payload,
     fail_status,
     fail_truncated,
     fmm_kind_of,
@@ -230,7 +231,9 @@ cdef object read_aux(DecodeState* s, Header* header):
         fail_frame(s, index, f"expected {sized(header)}, got a frame of {frame.nbytes} bytes")
     frame.used = True
     if s.copy or <uintptr_t>frame.data % header.alignment:
-        return make_copy(s, header, frame.data)
+        if frame.copy is NULL:
+            copy_frame(s, frame)
+        return make(s, header, frame.copy_data, <object>frame.copy, False)
     s.nbytes_viewed += header.nbytes
     return make(s, header, <void*>frame.data, <object>frame.owner, frame.readonly)
 
@@ -247,39 +250,59 @@ cdef object read_inline(DecodeState* s, Header* header):
         fail(s, at, f"expected ext of code 3, got code {code}" + (": pickles are never loaded" if code in (1, 2) else ""))
     if nbytes != header.nbytes:
         fail(s, at, f"expected {sized(header)}, got {nbytes}")
-    return make_copy(s, header, data)
+    s.payload_left -= nbytes
+    if s.payload_left < 0:
+        fail_payload(s)
+    return make_inline(s, header, data)
 
 
-cdef object make_copy(DecodeState* s, Header* header, const uint8_t* data):
-    """A tensor over a private, aligned copy."""
-    cdef Block block
+cdef object make_inline(DecodeState* s, Header* header, const uint8_t* data):
+    """A tensor over a private, aligned copy of inline data."""
     cdef cnp.ndarray array
-    cdef void* target
+    cdef uint8_t* target
     s.nbytes_copied += header.nbytes
     if header.nbytes == 0:
         return make(s, header, nothing, None, False)
-    if header.nbytes >= POOLED_NBYTES:
-        block = block_acquire(header.nbytes)
-        owner = block
-        target = block.data
-    elif s.family == FAMILY_NUMPY or header.descr is not NULL and s.family != FAMILY_WIRE:
+    if header.nbytes < POOLED_NBYTES and (s.family == FAMILY_NUMPY or header.descr is not NULL and s.family != FAMILY_WIRE):
         descr = header_descr(header)
-        if descr is not None:
+        if descr is not None:  # numpy's own memory: one object less
             Py_INCREF(descr)  # the next call steals it
             array = PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, <cnp.npy_intp*>header.shape, NULL, NULL, 0, None)
             memcpy(cnp.PyArray_DATA(array), data, header.nbytes)
             return array
-        owner = PyBytes_FromStringAndSize(NULL, header.nbytes)
-        target = PyBytes_AS_STRING(owner)
-    else:
-        owner = PyBytes_FromStringAndSize(NULL, header.nbytes)  # nobody else sees it, so it may be written to
-        target = PyBytes_AS_STRING(owner)
-    if header.nbytes >= NOGIL_NBYTES:
-        with nogil:
-            memcpy(target, data, header.nbytes)
-    else:
-        memcpy(target, data, header.nbytes)
+    owner = private_copy(data, header.nbytes, &target)
     return make(s, header, target, owner, False)
+
+
+cdef int copy_frame(DecodeState* s, FrameView* frame) except -1:
+    """The private copy of a frame.  One is enough: its tensors share memory as they share the frame, and a small message
+    that names a large frame a thousand times costs no more."""
+    cdef uint8_t* target
+    owner = private_copy(frame.data, frame.nbytes, &target)
+    s.nbytes_copied += frame.nbytes
+    Py_INCREF(owner)
+    frame.copy = <PyObject*>owner
+    frame.copy_data = target
+    return 0
+
+
+cdef object private_copy(const uint8_t* data, Py_ssize_t nbytes, uint8_t** target):
+    """A copy aligned for every type; returns what owns it.  Lets other threads run while it copies much."""
+    cdef uint8_t* room
+    if nbytes >= POOLED_NBYTES:
+        block = block_acquire(nbytes)
+        owner = block
+        room = (<Block>block).data
+    else:
+        owner = PyBytes_FromStringAndSize(NULL, nbytes)  # nobody else sees these bytes, so they may be written to
+        room = <uint8_t*>PyBytes_AS_STRING(owner)
+    if nbytes >= NOGIL_NBYTES:
+        with nogil:
+            memcpy(room, data, nbytes)
+    else:
+        memcpy(room, data, nbytes)
+    target[0] = room
+    return owner
 
 
 cdef object make(DecodeState* s, Header* header, void* data, object owner, bint readonly):

@@ -19,6 +19,7 @@ from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE
 
 cdef enum:
     FEW_FRAMES = 32  # these many need no allocation
+    MAX_INT64 = 0x7FFFFFFFFFFFFFFF
 
 cdef dict FAMILIES = {"torch": FAMILY_EXCHANGE, "numpy": FAMILY_NUMPY, "wire": FAMILY_WIRE}
 cdef tuple TOKEN_IDS = ("list", "array")
@@ -66,15 +67,17 @@ cdef class Decoder:
     max_elements
         Array elements and map entries in one message.
     max_frames
-        Frames in one message, the main frame included.
+        Aux frames in one message.
     max_payload_nbytes
-        Bytes of all frames together; None for no limit.
+        Bytes of tensors in one message: those of the aux frames and of inline data. None for no limit.
 
     Notes
     -----
     Tensors of aux frames are views: they keep their frame alive, and nothing is copied unless the data is not aligned for its
     type. Over a frame that is read-only (bytes, a `Frame`) numpy arrays are read-only; torch has no such thing, so torch
     tensors over it must not be written to. Ask for ``copy=True`` to write. Inline data is always copied.
+
+    Tensors that point to one frame share its memory, or its one copy.
 
     Field metadata that is equal in several items of a message is one object in all of them.
     """
@@ -146,6 +149,7 @@ cdef class Decoder:
         cdef FrameView few[FEW_FRAMES]
         cdef FrameView* views = few
         cdef Py_ssize_t nframes, i
+        cdef int64_t nbytes
         cdef tuple parts
         if isinstance(frames, list) or isinstance(frames, tuple):
             parts = tuple(frames)  # ours: another thread may change the list
@@ -154,8 +158,8 @@ cdef class Decoder:
         nframes = len(parts)
         if nframes == 0:
             raise DecodeError("expected a main frame, got no frames")
-        if nframes > self.max_frames:
-            raise LimitError(f"{nframes} frames are more than max_frames, {self.max_frames}")
+        if nframes - 1 > self.max_frames:
+            raise LimitError(f"{nframes - 1} aux frames are more than max_frames, {self.max_frames}")
         if nframes > FEW_FRAMES:
             views = <FrameView*>calloc(nframes, sizeof(FrameView))
             if views is NULL:
@@ -163,11 +167,12 @@ cdef class Decoder:
         else:
             memset(few, 0, nframes * sizeof(FrameView))
         try:
-            open_frames(self, parts, views)
-            return decode_views(self, views, nframes)
+            nbytes = open_frames(self, parts, views)
+            return decode_views(self, views, nframes, nbytes)
         finally:
             for i in range(nframes):
                 Py_XDECREF(views[i].owner)
+                Py_XDECREF(views[i].copy)
             if views is not few:
                 free(views)
 
@@ -179,8 +184,8 @@ cdef object limit(str name, object value, object most):
     return value
 
 
-cdef int open_frames(Decoder decoder, tuple parts, FrameView* views) except -1:
-    """Finds each frame's memory and who keeps it.  Needs the GIL; every owner is counted."""
+cdef int64_t open_frames(Decoder decoder, tuple parts, FrameView* views) except -1:
+    """Finds each frame's memory and who keeps it; returns the bytes of the aux frames.  Every owner is counted."""
     cdef FrameView* view
     cdef FrameHolder holder
     cdef Frame frame
@@ -213,13 +218,14 @@ cdef int open_frames(Decoder decoder, tuple parts, FrameView* views) except -1:
             owner = holder
         Py_INCREF(owner)
         view.owner = <PyObject*>owner
-        total += view.nbytes
+        if i:
+            total += view.nbytes
     if decoder.max_payload_nbytes >= 0 and total > decoder.max_payload_nbytes:
-        raise LimitError(f"frames of {total} bytes are more than max_payload_nbytes, {decoder.max_payload_nbytes}")
-    return 0
+        raise LimitError(f"aux frames of {total} bytes are more than max_payload_nbytes, {decoder.max_payload_nbytes}")
+    return total
 
 
-cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes):
+cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes, int64_t aux_nbytes):
     cdef Step path[MAX_DEPTH + 2]
     cdef DecodeState s
     cdef Py_ssize_t i
@@ -237,6 +243,7 @@ cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes):
     s.copy = decoder.copy_data
     s.ids_as_array = decoder.ids_as_array
     s.provider = <PyObject*>decoder.provider if decoder.provider is not None else NULL
+    s.payload_left = (decoder.max_payload_nbytes if decoder.max_payload_nbytes >= 0 else MAX_INT64) - aux_nbytes
     s.nbytes_viewed = 0
     s.nbytes_copied = 0
     s.pair = 0
