@@ -32,9 +32,10 @@ def _encoder_for(
     # A bool or a float equals an int as a key, and must reach the check of the options all the same.
     kinds = (type(threshold), type(max_depth), type(max_frames), type(max_payload_nbytes))
     key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, kinds)
-    if hook is not None:
-        key = ()  # a hook and what it holds must not outlive the call
-    encoder = _encoders.get(key)
+    try:
+        encoder = _encoders.get(key) if hook is None else None
+    except TypeError:  # what cannot be a key is no option either: the encoder says so
+        encoder = None
     if encoder is None:
         encoder = Encoder(
             dtype=dtype,
@@ -46,7 +47,7 @@ def _encoder_for(
             max_frames=max_frames,
             max_payload_nbytes=max_payload_nbytes,
         )
-        if key:
+        if hook is None:  # a hook, and what it holds, must not outlive the call
             if len(_encoders) >= _KEPT_MAX:
                 _encoders.clear()
             _encoders[key] = encoder
@@ -158,8 +159,12 @@ def decode_request(
     DecodeError
         The frames are not what an encoder of this wire writes; TruncatedError and LimitError are kinds of it.
     """
-    key = (tensors, token_ids, copy, max_depth, max_elements, max_frames, max_payload_nbytes)
-    decoder = _decoders.get(key)
+    kinds = (type(max_depth), type(max_elements), type(max_frames), type(max_payload_nbytes))
+    key = (tensors, token_ids, copy, max_depth, max_elements, max_frames, max_payload_nbytes, kinds)
+    try:
+        decoder = _decoders.get(key)
+    except TypeError:
+        decoder = None
     if decoder is None:
         decoder = Decoder(
             EngineCoreRequest,

@@ -47,7 +47,7 @@ def default_threshold() -> int:
         value = int(text)
     except ValueError:
         value = -1
-    if value < 0:
+    if not 0 <= value < 1 << 63:
         raise SchemaError(f"expected a number of bytes >= 0 in {THRESHOLD_VARIABLE}, got {text[:32]!r}")
     return value
 

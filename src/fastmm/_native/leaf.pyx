@@ -11,7 +11,7 @@ from fastmm.errors import EncodeError, FastmmError, LimitError, SchemaError
 
 from .message cimport PART_FIELD, PART_ITEM, PART_KEY, Message, Part, append, at_path, fail, foreign, need
 from .payload cimport (
-    SLOT_ATTRIBUTE, SLOT_ITEM, SLOT_KEY, SLOT_NONE, SLOT_OFFSET, Slot, payload_cast, payload_frame, payload_note,
+    SLOT_ITEM, SLOT_KEY, SLOT_NONE, SLOT_OFFSET, Slot, payload_cast, payload_frame, payload_note,
 )
 from .plan cimport FMM_MODE_PAYLOAD, FMM_MODE_TENSOR, Plan, fmm_field_t
 from .tensor cimport FAMILY_EXCHANGE, TensorView, numpy_name, tensor_gather, tensor_view, tensor_view_clear
@@ -34,6 +34,9 @@ cdef extern from "fastmm/dtype.h" nogil:
         uint8_t item_nbytes
         uint8_t number_class
     const fmm_dtype_info_t fmm_dtype_infos[1]
+
+cdef extern from "Python.h":
+    object PyObject_GenericGetDict(object, void*)
 
 cdef extern from "<stdint.h>" nogil:
     const uint64_t UINT32_MAX
@@ -133,7 +136,9 @@ cdef int write_inline(Message m, object obj, Plan plan, TensorView* view, int64_
 cdef int cast_leaf(Message m, object obj, Plan plan, TensorView* view, Py_ssize_t offset) except -1:
     """Plans the cast of a leaf; says where in the tree it hangs, so that the new leaf can take its place."""
     cdef Part* part
+    cdef Plan holder
     cdef const fmm_field_t* field
+    cdef object attributes
     cdef Slot slot
     slot.kind = SLOT_NONE
     slot.container = <PyObject*>None
@@ -142,11 +147,17 @@ cdef int cast_leaf(Message m, object obj, Plan plan, TensorView* view, Py_ssize_
     if m.depth:
         part = &m.path[m.depth - 1]
         if part.kind == PART_FIELD:
-            field = &(<Plan>part.plan).fields[part.index]
-            slot.container = part.container
+            holder = <Plan>part.plan
+            field = &holder.fields[part.index]
             slot.key = field.name
             slot.index = field.offset
-            slot.kind = SLOT_ATTRIBUTE if (<Plan>part.plan).in_dict else SLOT_OFFSET
+            if not holder.in_dict:
+                slot.kind = SLOT_OFFSET
+                slot.container = part.container
+            elif <object>field.name not in holder.properties:
+                attributes = PyObject_GenericGetDict(<object>part.container, NULL)
+                slot.kind = SLOT_KEY
+                slot.container = <PyObject*>attributes
         elif part.kind == PART_ITEM:
             slot.kind = SLOT_ITEM
             slot.container = part.container

@@ -8,9 +8,8 @@ from .tensor cimport Family, Producer, TensorView
 ctypedef enum SlotKind:
     SLOT_NONE  # nothing can be put back: a tuple, a mapping that is not ours to change
     SLOT_OFFSET  # a slot of the object, `index` bytes in
-    SLOT_ATTRIBUTE  # an attribute of the object, by `key`
     SLOT_ITEM  # a list's item
-    SLOT_KEY  # a dict's value
+    SLOT_KEY  # a dict's value; the dict may be an object's own
 
 cdef struct Slot:  # where in the tree a leaf hangs
     SlotKind kind

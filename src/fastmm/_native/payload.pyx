@@ -7,7 +7,6 @@ then casts, then puts the new leaves into the tree.
 
 from cpython.dict cimport PyDict_GetItem, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.object cimport PyObject_SetAttr
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, qsort, realloc
@@ -523,6 +522,4 @@ cdef int replace_leaf(Slot* slot, PyObject* tensor, object replacement) except -
     elif slot.kind == SLOT_KEY:
         if PyDict_GetItem(container, <object>slot.key) == tensor:
             PyDict_SetItem(container, <object>slot.key, replacement)
-    elif slot.kind == SLOT_ATTRIBUTE:
-        object.__setattr__(container, <object>slot.key, replacement)  # past a frozen dataclass's own __setattr__
     return 0

@@ -64,6 +64,7 @@ cdef extern from "c/pyscalar.h":
         FMM_PUT_FIELD_MAX_NBYTES
         FMM_PUT_SLICES_MAX_NBYTES
     bint fmm_is_empty(PyObject* obj, PyObject* cls)
+    bint fmm_takes_scalar(const fmm_field_t* field, PyObject* value)
     uint8_t* fmm_put_key(uint8_t* p, const fmm_field_t* field)
     uint8_t* fmm_put_array_run(uint8_t* p, object obj, const fmm_field_t* fields, int nfields, int* index)
     uint8_t* fmm_put_map_run(uint8_t* p, object obj, const fmm_field_t* fields, int nfields, int* index, int* count,
@@ -575,7 +576,7 @@ cdef int write_attributes(Message m, object obj, Plan plan, Part* part, int* cou
         if not (PyDict_Next(attributes, &position, &name, &value) and name is field.name):
             position = before
             value = PyDict_GetItem(attributes, <object>field.name)
-        if value is not NULL and value is not unset_object and field.key_nbytes < 256 and not field.mode:
+        if value is not NULL and value is not unset_object and field.key_nbytes < 256 and fmm_takes_scalar(field, value):
             need(m, FMM_PUT_FIELD_MAX_NBYTES)
             p = fmm_put_scalar(fmm_put_key(m.data + m.size, field), value)
             if p is not NULL:

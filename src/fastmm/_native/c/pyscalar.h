@@ -96,6 +96,12 @@ static inline PyObject *fmm_slot_value(PyObject *obj, const fmm_field_t *field)
     return *(PyObject **)((char *)obj + field->offset);
 }
 
+/* A field that holds tensors takes None and no other scalar; one that says how items are joined takes not even that. */
+static inline int fmm_takes_scalar(const fmm_field_t *field, const PyObject *value)
+{
+    return !field->mode || (value == Py_None && !(field->mode & FMM_MODE_FIELD));
+}
+
 /* The longest key and scalar of one field in a run: keys of more than 255 bytes end the run. */
 #define FMM_PUT_FIELD_MAX_NBYTES (16 + 258 + FMM_PUT_SCALAR_MAX_NBYTES)
 
@@ -112,11 +118,8 @@ static inline uint8_t *fmm_put_array_run(uint8_t *p, PyObject *obj, const fmm_fi
     int i = *index;
     for (; i < nfields; i++) {
         PyObject *value = fmm_slot_value(obj, &fields[i]);
-        if (value == Py_None && !(fields[i].mode & FMM_MODE_FIELD)) {
-            *p++ = 0xc0;
-            continue;
-        }
-        uint8_t *after = value != NULL && !fields[i].mode ? fmm_put_scalar(p, value) : NULL;
+        if (value == NULL || !fmm_takes_scalar(&fields[i], value)) break;
+        uint8_t *after = fmm_put_scalar(p, value);
         if (after == NULL) break;
         p = after;
     }
@@ -134,7 +137,7 @@ static inline uint8_t *fmm_put_map_run(uint8_t *p, PyObject *obj, const fmm_fiel
         PyObject *value = fmm_slot_value(obj, field);
         if (value == field->identical) continue;
         if (value == NULL || value == unset || field->key_nbytes > 255) break;
-        if (field->mode && (value != Py_None || field->mode & FMM_MODE_FIELD)) break; /* no place for scalars */
+        if (!fmm_takes_scalar(field, value)) break;
         if (field->empty != NULL && fmm_is_empty(value, field->empty)) continue;
         uint8_t *after = fmm_put_scalar(fmm_put_key(p, field), value);
         if (after == NULL) break;
