@@ -33,7 +33,7 @@ def bars(nbytes: int) -> list[Bar]:
     best = available_isas()[0]
     found = [Bar(f"{best} in place {short}", ROOF, 0.65) for short in TYPES]
     if nbytes <= MB5:
-        found.append(Bar("cast() in place f16", "numpy astype f16", 25))
+        found += [Bar(f"{ours} in place f16", "numpy astype f16", 25) for ours in (best, "cast()")]
     if nbytes in (MB1, MB5):
         found += [Bar(f"{ours} in place bf16", "torch .to bf16", 1.8) for ours in (best, "cast()")]
     if nbytes == MB19:
