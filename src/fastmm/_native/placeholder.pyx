@@ -1,6 +1,7 @@
 """Where the items of a prompt go: placeholders checked against the prompt, and the masks of their embeddings."""
 
 import operator
+import sys
 
 import numpy
 
@@ -116,7 +117,7 @@ cdef class Marks:
         free(self.ids)
 
 
-def place(list placeholders, Prompt prompt, embed_ids, as_torch: bool) -> list:
+def place(list placeholders, Prompt prompt, embed_ids, as_torch: bool) -> tuple:
     """Checked positions, in the order given.
 
     Parameters
@@ -132,8 +133,10 @@ def place(list placeholders, Prompt prompt, embed_ids, as_torch: bool) -> list:
 
     Returns
     -------
-    list of PlaceholderRange
+    positions : list of PlaceholderRange
         New objects.
+    in_order : bool
+        Whether each lies behind the one before.
 
     Raises
     ------
@@ -147,6 +150,9 @@ def place(list placeholders, Prompt prompt, embed_ids, as_torch: bool) -> list:
     cdef int64_t offset = 0, length = 0, end = 0
     cdef bint ordered = True
     cdef object mask
+    cdef object convert = None
+    if as_torch and not hasattr(sys.modules["torch"].Tensor, "__dlpack_c_exchange_api__"):
+        convert, as_torch = sys.modules["torch"].from_numpy, False  # before torch 2.10
     for i in range(n):
         mask = None
         try:
@@ -170,6 +176,8 @@ def place(list placeholders, Prompt prompt, embed_ids, as_torch: bool) -> list:
                 mask = checked_mask(mask, length)
             elif marks is not None:
                 mask = mask_of(prompt, marks, offset, length, as_torch)
+                if convert is not None and mask is not None:
+                    mask = convert(mask)
         except FastmmError as error:
             error.path = f"placeholders[{i}]{error.path or ''}"
             raise
@@ -181,7 +189,7 @@ def place(list placeholders, Prompt prompt, embed_ids, as_torch: bool) -> list:
         PyList_SET_ITEM(positions, i, position)
     if not ordered:
         refuse_overlaps(positions)
-    return positions
+    return positions, ordered
 
 
 cdef int whole(PyObject* value, str name, int64_t* out) except -1:

@@ -97,6 +97,10 @@ cdef bint is_torch_tensor(object obj) except -1:
     return cls is not None and isinstance(obj, cls)
 
 
+cdef object without_gradient(object tensor):
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 cdef class Batch:
     """A tensor that holds what several items need.
 
@@ -153,7 +157,7 @@ cdef class Batch:
         cdef int64_t i
         cdef list leaves
         if self.how == HOW_TORCH:
-            return list(self.tensor.detach().unbind(0)) if self.dims[0] else []
+            return list(without_gradient(self.tensor).unbind(0)) if self.dims[0] else []
         if self.how == HOW_ASK:
             return [self.tensor[i] for i in range(self.dims[0])]
         leaves = PyList_New(self.dims[0])
@@ -170,7 +174,8 @@ cdef class Batch:
         cdef int64_t start, stop, extent = self.dims[axis]
         cdef list leaves
         if self.how == HOW_TORCH:
-            return list(self.tensor.detach().split_with_sizes([bounds[i + 1] - bounds[i] for i in range(n)], dim))
+            sizes = [bounds[i + 1] - bounds[i] for i in range(n)]
+            return list(without_gradient(self.tensor).split_with_sizes(sizes, dim))
         if self.how == HOW_ASK:
             front = (slice(None),) * dim
             return [self.tensor[(*front, slice(bounds[i], bounds[i + 1]))] for i in range(n)]

@@ -61,6 +61,8 @@ def strings(values: Any, where: str, n: int) -> list[str]:
     found = listed(values, "a list with a str for each item", where)
     if len(found) != n:
         raise SchemaValueError(f"expected {n}, as many as there are placeholders, got {len(found)}", path=where)
+    if set(map(type, found)) == {str} and "" not in found:
+        return found
     for i, value in enumerate(found):
         if not isinstance(value, str) or not value:
             raise SchemaError(f"expected a str that is not empty, got {kind_of(value)}", path=f"{where}[{i}]")
@@ -152,13 +154,11 @@ def known_name(key: Any, names: Mapping[str, str] | None, found: dict[str, Any],
     return name
 
 
-def flat_cuts(flat: Any, names: Mapping[str, str] | None, found: dict[str, Any]) -> dict[str, FlatSizes]:
-    """How each flat key is cut, all under their new names."""
+def flat_cuts(flat: Any, names: Mapping[str, str] | None, found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The sizes and the axis of each flat key; sizes are a key of the tensors or the sizes themselves."""
     cuts = {}
     for key, value in renamed(flat, names, "flat").items():
         known_name(key, None, found, "flat")
-        cut = value if isinstance(value, FlatSizes) else FlatSizes(value)
-        if isinstance(cut.sizes, str):
-            cut = FlatSizes(known_name(cut.sizes, names, found, f"flat[{key!r}]"), cut.dim)
-        cuts[key] = cut
+        sizes, dim = (value.sizes, value.dim) if isinstance(value, FlatSizes) else (value, 0)
+        cuts[key] = (known_name(sizes, names, found, f"flat[{key!r}]") if isinstance(sizes, str) else sizes, dim)
     return cuts

@@ -11,7 +11,6 @@ from .._native.split import Batch, feature_specs, field_elems, flat_fields, nest
 from ..errors import FastmmError, LimitError, SchemaError, SchemaValueError
 from ..schema import MmBatchedField, MmFeatureSpec, MmFieldElem, MmFlatField, MmSharedField
 from .arguments import (
-    FlatSizes,
     flat_cuts,
     indices,
     kind_of,
@@ -148,10 +147,9 @@ def build_features(
         if len(absent) < n:
             raise SchemaValueError(f"expected the tensors of {n - len(absent)} items, got none", path="tensors")
 
-    positions = place(spots, prompt, marks, torch_came)
+    positions, in_order = place(spots, prompt, marks, torch_came)
     features = feature_specs(columns, modality, keys, positions, digests, absent)
-    features.sort(key=_offset_of)
-    return features
+    return features if in_order else sorted(features, key=_offset_of)
 
 
 def _offset_of(feature: MmFeatureSpec) -> int:
@@ -195,7 +193,7 @@ def _column(
     batch: Batch | None,
     n: int,
     batched: bool,
-    cut: FlatSizes | None,
+    cut: tuple[Any, Any] | None,
     keep_on_cpu: bool,
     full_slices: bool,
     found: dict[str, Any],
@@ -209,26 +207,26 @@ def _column(
         return field_elems(_rows(key, value, batch, n), field)
     if cut is None:
         return MmFieldElem(value, MmSharedField(batch_size=n, keep_on_cpu=keep_on_cpu))
-    sizes = _sizes(key, cut.sizes, n, found)
-    dim = _dim(key, cut.dim, batch)
-    extent = batch.shape[dim] if batch is not None else _extent(key, value)
+    given, dim = cut
+    sizes = _sizes(key, given, n, found)
+    axis = _axis(key, dim, batch)
+    extent = batch.shape[axis] if batch is not None else _extent(key, value)
     total = sum(sizes)
     if total != extent:
         raise SchemaValueError(
-            f"expected sizes of the {n} items that add up to {extent}, the extent of {key!r} along axis {dim}, got {total}",
-            path=_sizes_path(key, cut.sizes),
+            f"expected sizes of the {n} items that add up to {extent}, the extent of {key!r} along axis {axis}, got {total}",
+            path=_sizes_path(key, given),
         )
     bounds = list(accumulate(sizes, initial=0))
-    leaves = batch.pieces(bounds, dim) if batch is not None else [list(value[a:b]) for a, b in pairwise(bounds)]
-    where = (id(cut.sizes), dim, keep_on_cpu) if not isinstance(cut.sizes, str) else (cut.sizes, dim, keep_on_cpu)
+    leaves = batch.pieces(bounds, axis) if batch is not None else [list(value[a:b]) for a, b in pairwise(bounds)]
+    where = (given if isinstance(given, str) else id(given), axis, keep_on_cpu)
     flat = fields.get(where)
     if flat is None:
-        slices = slices_of(bounds, dim)
-        flat = (
-            MmFlatField(keep_on_cpu=keep_on_cpu, slices=slices, dim=dim)
-            if full_slices
-            else flat_fields(slices, dim, keep_on_cpu)
-        )
+        slices = slices_of(bounds, axis)
+        if full_slices:
+            flat = MmFlatField(keep_on_cpu=keep_on_cpu, slices=slices, dim=axis)
+        else:
+            flat = flat_fields(slices, axis, keep_on_cpu)
         fields[where] = flat
     return field_elems(leaves, flat)
 
@@ -254,7 +252,7 @@ def _extent(key: str, value: Any) -> int:
     return len(value)
 
 
-def _dim(key: str, dim: Any, batch: Batch | None) -> int:
+def _axis(key: str, dim: Any, batch: Batch | None) -> int:
     ndim = 1 if batch is None else len(batch.shape)
     axis = whole(dim)
     if axis is None:
