@@ -27,7 +27,7 @@ DECODERS = {
     for kind in (EngineCoreRequest, EngineCoreOutputs, list[str], None)
 }
 CUT = ["everything", "flat-5", "flat-dim-1", "sampling-all", "pooling-all", "lora", "outputs-full", "outputs-stats", "text-id-widths",
-       "abort", "utility", "is-embed", "ext-16-bit"]  # fmt: skip
+       "abort", "utility", "is-embed", "ext-sizes"]  # fmt: skip
 MUTATED = ["everything", "flat-5", "flat-dim-1", "outputs-full-at-0", "outputs-stats", "shared", "is-embed", "nested-tensors"]
 
 
