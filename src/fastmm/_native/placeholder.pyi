@@ -1,11 +1,13 @@
-from typing import Any
+from typing import Any, final
 
 from fastmm.schema import PlaceholderRange
 
+@final
 class Prompt:
     nelem: int | None
     def __init__(self, token_ids: Any) -> None: ...
 
+@final
 class Marks:
     def __init__(self, ids: list[int]) -> None: ...
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy
 
+cimport cython
 cimport numpy as cnp
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.list cimport PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
@@ -40,6 +41,7 @@ cdef Py_ssize_t range_length = record_offset(PlaceholderRange, "length")
 cdef Py_ssize_t range_mask = record_offset(PlaceholderRange, "is_embed")
 
 
+@cython.final
 cdef class Prompt:
     """Token ids, however they came.
 
@@ -98,6 +100,7 @@ cdef object ids_of_tensor(object tensor):
     return numpy.ascontiguousarray(array, dtype=numpy.int64)
 
 
+@cython.final
 cdef class Marks:
     """The ids that stand for an embedding."""
 

@@ -1,10 +1,11 @@
 from collections.abc import Container
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 from fastmm.schema import MmFeatureSpec, MmFieldElem, MmFlatField, PlaceholderRange
 
 _R = TypeVar("_R")
 
+@final
 class Batch:
     is_torch: bool
     nbytes: int

@@ -4,6 +4,7 @@ What is per batch (names, kinds, every check) is `features.py`'s; here are the l
 lies in the batch's memory and holds what owns it.
 """
 
+cimport cython
 cimport numpy as cnp
 from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
@@ -101,6 +102,7 @@ cdef object without_gradient(object tensor):
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+@cython.final
 cdef class Batch:
     """A tensor that holds what several items need.
 
