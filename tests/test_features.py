@@ -213,6 +213,11 @@ def test_lists_may_hold_numbers_and_lists():
     assert leaves(features, "x") == [1, 2.5, [True, 3.0]]
 
 
+def test_a_number_is_shared():
+    features = build_features(**arguments(tensors={"x": 3, "y": np.float32(0.5)}))
+    assert [(feature.data["x"].data, feature.data["y"].data) for feature in features] == [(3, 0.5)] * 3
+
+
 # --- fields -------------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +431,15 @@ def test_a_mask_that_came_with_the_placeholder_is_kept():
     features = build_features(**given)
     assert features[0].mm_position.is_embed is mask
     assert features[1].mm_position.is_embed is None
+
+
+def test_a_mask_with_gaps_is_read_right():
+    mask = np.array([True, False, False, True, True, False, False, True])[::2]
+    given = qwen("numpy", [1])
+    given["placeholders"] = [PlaceholderRange(0, 4, mask)]
+    assert build_features(**given)[0].mm_position.is_embed is mask
+    given["placeholders"] = [PlaceholderRange(0, 2, mask[::2][:1].repeat(2))]
+    assert build_features(**given)[0].mm_position.is_embed is None
 
 
 def test_without_token_ids_positions_are_taken_as_they_are():

@@ -54,6 +54,16 @@ def test_sizes_given_as_numbers_are_checked_as_well():
         fault(qwen("numpy", [2, 3, 1], flat={"pixel_values": sizes}), "flat['pixel_values']", kind=SchemaValueError)
 
 
+def test_numbers_too_long_to_be_written_out_are_an_error_too():
+    long = 10**5000
+    fault(qwen("numpy", [1, 1], flat={"pixel_values": [long, 1]}), "'pixel_values'", "bits")
+    fault(qwen("numpy", [1, 1], flat={"pixel_values": [-long, 1]}), "item 0", "bits")
+    fault(qwen("numpy", [1, 1], flat={"pixel_values": FlatSizes([1, 1], long)}), "dim", "bits")
+    fault(qwen("numpy", [1, 1], cached={long}), "cached", "bits")
+    fault(qwen("numpy", [1, 1], max_payload_nbytes=-long), "max_payload_nbytes", "bits")
+    fault(qwen("numpy", [1, 1], placeholders=[(0, 1), (long, 1)]), "[1]", "bits")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.bool_, np.float64])
 def test_sizes_of_floats_or_bools_are_an_error(kind, dtype):

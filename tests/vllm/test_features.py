@@ -208,6 +208,18 @@ def test_samples_of_a_request_of_vllm():
     assert request.request_id == "r"
 
 
+def test_prompt_embeddings_of_a_request_of_vllm_are_cast_right_for_every_sample():
+    request = theirs(processed("clip"))
+    request.prompt_embeds = torch.linspace(-2, 2, 600).reshape(4, 150)
+    expected = request.prompt_embeds.to(torch.bfloat16)
+    features = [feature.data["pixel_values"].data.to(torch.bfloat16) for feature in request.mm_features]
+    for sample in fastmm.fan_out(request, 3):
+        decoded = vllm_decode(fastmm.encode_request(sample, dtype="bfloat16", inplace=False))
+        assert_same(decoded.prompt_embeds, expected)
+        for feature, leaf in zip(decoded.mm_features, features, strict=True):
+            assert_same(feature.data["pixel_values"].data, leaf)
+
+
 def test_samples_decode_to_what_vllms_own_children_would():
     from vllm.v1.engine.parallel_sampling import ParentRequest
 

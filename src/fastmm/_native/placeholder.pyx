@@ -13,15 +13,13 @@ from cpython.object cimport PyTypeObject
 from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memchr
 
 from fastmm.errors import FastmmError, SchemaError, SchemaValueError
 from fastmm.schema import PlaceholderRange
 
 from .record cimport record_new, record_offset, record_set
 from .tensor cimport (
-    FAMILY_EXCHANGE, FAMILY_NUMPY, Producer, TensorView, producer_of, tensor_gather, tensor_make, tensor_view,
-    tensor_view_clear,
+    FAMILY_EXCHANGE, FAMILY_NUMPY, Producer, TensorView, producer_of, tensor_make, tensor_view, tensor_view_clear,
 )
 
 cnp.import_array()
@@ -251,7 +249,7 @@ cdef object checked_mask(object mask, int64_t length):
     """The caller's own mask; None when it is all true."""
     cdef Producer producer = producer_of(type(mask))
     cdef TensorView view
-    cdef object dense
+    cdef int64_t i, stride, ntrue = 0
     if producer is None:
         raise SchemaError(f"expected a bool tensor or None, got a {type(mask).__qualname__}", path=".is_embed")
     tensor_view(producer, <PyObject*>mask, &view)
@@ -261,15 +259,14 @@ cdef object checked_mask(object mask, int64_t length):
                               f"{'' if view.dtype == FMM_BOOL else ' of another type'}", path=".is_embed")
         if view.nelem != length:
             raise SchemaValueError(f"expected a mask of {length} elements, got {view.nelem}", path=".is_embed")
-        dense = PyByteArray_FromStringAndSize(NULL, length)
-        tensor_gather(&view, PyByteArray_AS_STRING(dense))
+        stride = 1 if view.strides is NULL else view.strides[0] * view.stride_unit_nbytes
+        for i in range(length):
+            ntrue += (<uint8_t*>view.data)[i * stride] != 0
     finally:
         tensor_view_clear(&view)
-    if memchr(PyByteArray_AS_STRING(dense), 0, length) is NULL:
-        return None
-    if not any(dense):
+    if ntrue == 0:
         raise SchemaValueError(f"expected a mask that is true somewhere, got {length} times false", path=".is_embed")
-    return mask
+    return None if ntrue == length else mask
 
 
 cdef object mask_of(Prompt prompt, Marks marks, int64_t offset, int64_t length, bint as_torch):

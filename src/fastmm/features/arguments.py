@@ -44,6 +44,11 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def shown(number: int) -> str:
+    """A number in an error; Python refuses to write out a very long one."""
+    return str(number) if abs(number) < 1 << 128 else "a number of more than 128 bits"
+
+
 def listed(values: Any, what: str, where: str) -> list[Any]:
     """What an iterable holds; the very list where it is one. Strings and mappings are no lists."""
     if type(values) is list:
@@ -77,7 +82,7 @@ def indices(values: Any, n: int) -> set[int]:
         if index is None:
             raise SchemaError(f"expected indices of items, got {kind_of(value)}", path="cached")
         if not 0 <= index < n:
-            raise SchemaValueError(f"expected indices of {n} items, from 0 on, got {index}", path="cached")
+            raise SchemaValueError(f"expected indices of {n} items, from 0 on, got {shown(index)}", path="cached")
         found.add(index)
     return found
 
@@ -103,7 +108,7 @@ def payload_limit(value: Any) -> int | None:
         return None
     limit = whole(value)
     if limit is None or limit < 0:
-        came = kind_of(value) if limit is None else limit
+        came = kind_of(value) if limit is None else shown(limit)
         raise SchemaError(f"expected a number of bytes >= 0 or None, got {came}", path="max_payload_nbytes")
     return limit
 

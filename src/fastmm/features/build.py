@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+
 from .._native.placeholder import Prompt, place
 from .._native.split import Batch, feature_specs, field_elems, flat_fields, nested_nbytes, read_ints, slices_of
 from ..errors import FastmmError, LimitError, SchemaError, SchemaValueError
@@ -18,6 +20,7 @@ from .arguments import (
     listed,
     payload_limit,
     renamed,
+    shown,
     strings,
     token_ids,
     whole,
@@ -172,7 +175,7 @@ def _measured(found: dict[str, Any], max_payload_nbytes: int | None) -> tuple[di
     total = 0
     for key, value in found.items():
         try:
-            if isinstance(value, (list, tuple, int, float)):
+            if isinstance(value, (list, tuple, int, float, np.generic)):
                 batches[key] = None
                 total += nested_nbytes(value, kinds)
             else:
@@ -214,7 +217,8 @@ def _column(
     total = sum(sizes)
     if total != extent:
         raise SchemaValueError(
-            f"expected sizes of the {n} items that add up to {extent}, the extent of {key!r} along axis {axis}, got {total}",
+            f"expected sizes of the {n} items that add up to {extent}, the extent of {key!r} along axis {axis}, got "
+            f"{shown(total)}",
             path=_sizes_path(key, given),
         )
     bounds = list(accumulate(sizes, initial=0))
@@ -258,7 +262,7 @@ def _axis(key: str, dim: Any, batch: Batch | None) -> int:
     if axis is None:
         raise SchemaError(f"expected a whole number as dim, got {kind_of(dim)}", path=f"flat[{key!r}]")
     if not -ndim <= axis < ndim:
-        raise SchemaValueError(f"expected a dim of a tensor with {ndim} dimensions, got {axis}", path=f"flat[{key!r}]")
+        raise SchemaValueError(f"expected a dim of a tensor with {ndim} dimensions, got {shown(axis)}", path=f"flat[{key!r}]")
     return axis % ndim
 
 
@@ -288,5 +292,7 @@ def _sizes(key: str, sizes: Any, n: int, found: dict[str, Any]) -> list[int]:
         raise SchemaValueError(f"expected a size of {key!r} for each of the {n} items, got {len(numbers)}", path=path)
     if min(numbers) < 0:
         i = next(i for i, number in enumerate(numbers) if number < 0)
-        raise SchemaValueError(f"expected a size of {key!r} that is at least 0 for item {i}, got {numbers[i]}", path=path)
+        raise SchemaValueError(
+            f"expected a size of {key!r} that is at least 0 for item {i}, got {shown(numbers[i])}", path=path
+        )
     return numbers

@@ -77,7 +77,7 @@ def fan_out(request: Any, n: int, ids: Sequence[str] | None = None, seeds: Seque
         single = _copied(params)
         single.n = 1
     # A cast in place puts the new leaf into one request only; the others would cast the same memory once more.
-    embeds = None if request.prompt_embeds is None else Batch(request.prompt_embeds).frozen()
+    embeds = None if request.prompt_embeds is None else _frozen(request.prompt_embeds)
     requests = []
     for i in range(count):
         sample = _copied(request)
@@ -89,6 +89,14 @@ def fan_out(request: Any, n: int, ids: Sequence[str] | None = None, seeds: Seque
         sample.prompt_embeds = embeds
         requests.append(sample)
     return requests
+
+
+def _frozen(embeds: Any) -> Any:
+    try:
+        return Batch(embeds).frozen()
+    except SchemaError as error:
+        error.path = "request.prompt_embeds"
+        raise
 
 
 def _copied(value: Any) -> Any:
