@@ -57,11 +57,12 @@ def test_the_demos_output_has_the_rows_that_the_demo_prints() -> None:
         "kernel": "avx512",
         "tensors": "wire",
         "milliseconds": {"cast": 1.0, "encode": 1.0, "send": 1.0, "decode": 1.0},
+        "rounds": 5,
         "processes": [1, 2],
         "pictures": [{"path": "a.png", "largest_difference": 1}],
     }
     _head, rows, _verdict = shown.split("\n\n")
-    assert [line[:16].strip() for line in rows.splitlines()] == [label for label, _value in rows_of(report)]
+    assert [line[:16].strip() for line in rows.splitlines()] == [label.strip() for label, _value in rows_of(report)]
 
 
 def test_every_make_target_that_is_named_exists() -> None:

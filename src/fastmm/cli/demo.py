@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {
         "photographs": [str(path) for path in paths],
         "pictures": [str(path) for path in pictures],
-        "request_id": f"demo-{os.getpid()}",
+        "request_id": "demo",
         "dtype": arguments.dtype,
         "tensors": tensors,
     }

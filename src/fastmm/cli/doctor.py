@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,7 +118,7 @@ def find_request() -> str:
         mm_position=fastmm.PlaceholderRange(0, 4),
     )
     request = fastmm.EngineCoreRequest("doctor", [1, 2, 3, 4], [feature])
-    arrived = fastmm.decode_request(fastmm.encode_request(request, dtype="float16"), tensors="numpy")
+    arrived: Any = fastmm.decode_request(fastmm.encode_request(request, dtype="float16"), tensors="numpy")
     (item,) = arrived.mm_features
     if not np.array_equal(item.data["pixel_values"].data, values.astype(np.float16)):
         raise ValueError("a small request came back with other values than were sent: please report this")

@@ -21,7 +21,7 @@ from fastmm.transport import connect_dealer, receive_frames, send_frames
 
 from .errors import CommandError
 from .photograph import Photograph, load_photograph, pixels_of
-from .request import RANK, WARM_UP, bytes_of, request_for
+from .request import RANK, REHEARSAL, bytes_of, request_for
 from .verdict import compare
 
 # A front end that says nothing for so long is gone, and its second process must not outlive it for ever.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 request = decoder.decode(frames)
                 report = {"received_ns": received_ns, "decode_ns": time.monotonic_ns() - received_ns}
-                if request.request_id != WARM_UP:
+                if request.request_id != REHEARSAL:
                     report["pictures"] = paint(request, photographs, [Path(path) for path in settings["pictures"]])
                     report |= compare(request, expected, settings["dtype"], settings["tensors"])
             except (fastmm.FastmmError, OSError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 
-def milliseconds(nanoseconds: int) -> float:
+def milliseconds(nanoseconds: float) -> float:
     return round(nanoseconds / 1e6, 4)
 
 
@@ -58,11 +58,12 @@ def rows_of(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "bytes viewed", f"{report['nbytes_viewed']:,}"
     yield "bytes copied", f"{report['nbytes_copied']:,}"
     yield "bytes cast", f"{report['nbytes_cast']:,}"
+    yield "times", f"medians of {report['rounds']} rounds"
     if casting:
-        yield "time to cast", f"{spent['cast']:.3f} ms, alone, on a copy"
-    yield "time to encode", f"{spent['encode']:.3f} ms" + (", the cast included" if casting else "")
-    yield "time to send", f"{spent['send']:.3f} ms, over ipc, until process {report['processes'][1]} had every frame"
-    yield "time to decode", f"{spent['decode']:.3f} ms"
+        yield "  cast", f"{spent['cast']:.3f} ms, alone, on a copy that is warm in the caches"
+    yield "  encode", f"{spent['encode']:.3f} ms" + (", the cast included" if casting else "")
+    yield "  send", f"{spent['send']:.3f} ms, over ipc, until process {report['processes'][1]} had every frame"
+    yield "  decode", f"{spent['decode']:.3f} ms"
     for picture in report["pictures"]:
         level = picture["largest_difference"]
         yield "painted", f"{picture['path']}, at most {level} of 255 grey levels from the photograph"

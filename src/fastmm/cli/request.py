@@ -21,9 +21,8 @@ WORDS = (74785, 419, 6548, 13)
 
 TENSORS = ("torch", "numpy", "wire")
 
-# The second process stands where the engine of this rank would; the request of this name is only to warm both sides up.
-RANK = 0
-WARM_UP = "warm-up"
+RANK = 0  # the second process stands where the engine of this rank would
+REHEARSAL = "rehearsal"  # a request of this name is decoded and timed, and that is all
 
 
 def choose_tensors(wanted: str | None) -> str:
