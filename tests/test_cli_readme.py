@@ -65,6 +65,7 @@ def test_the_demos_output_has_the_rows_that_the_demo_prints() -> None:
     assert [line[:16].strip() for line in rows.splitlines()] == [label.strip() for label, _value in rows_of(report)]
 
 
+@pytest.mark.no_asan  # starts make and awk
 def test_every_make_target_that_is_named_exists() -> None:
     named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE))
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
