@@ -12,20 +12,20 @@ import fastmm
 
 DOCUMENT = golden.load()
 LEAVES = ["torch", "wire"] if importlib.util.find_spec("torch") else ["wire"]
-ENCODERS = {"reference": reference_encode}
 
-if hasattr(fastmm, "Encoder"):
 
-    def _compiled(obj, threshold):
-        return fastmm.Encoder(dtype=None, dedup=False, threshold=threshold).encode(obj)
+def compiled(obj, threshold):
+    return fastmm.Encoder(dtype=None, dedup=False, threshold=threshold).encode(obj)
 
-    def _compiled_into(obj, threshold):
-        buffer = bytearray(b"stale" * 100)
-        frames = fastmm.Encoder(dtype=None, dedup=False, threshold=threshold).encode_into(obj, buffer)
-        assert frames[0] is buffer
-        return frames
 
-    ENCODERS |= {"fastmm": _compiled, "fastmm-into": _compiled_into}
+def compiled_into(obj, threshold):
+    buffer = bytearray(b"stale" * 100)
+    frames = fastmm.Encoder(dtype=None, dedup=False, threshold=threshold).encode_into(obj, buffer)
+    assert frames[0] is buffer
+    return frames
+
+
+ENCODERS = {"reference": reference_encode, "fastmm": compiled, "fastmm-into": compiled_into}
 
 
 def test_the_golden_file_is_of_the_release_we_promise():

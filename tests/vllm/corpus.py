@@ -304,6 +304,7 @@ class Corpus:
             "stop_reason": lambda: self.pick([5, "end"]),
             "events": lambda: [F.event(self.pick(list(F.event_type)), self.pick(_FLOATS)) for _ in range(self.count())],
             "kv_transfer_params": lambda: {"a": self.plain()},
+            "ec_transfer_params": lambda: {"b": self.plain()},
             "trace_headers": lambda: {"t": self.text()},
             "prefill_stats": lambda: F.prefill_stats(num_prompt_tokens=self.rng.randint(0, 70000)),
             "routed_experts": self.array,

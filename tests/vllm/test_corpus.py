@@ -1,13 +1,20 @@
 """Promise 1, same wire: a generated corpus against the real vLLM 0.33.0, both ways."""
 
+import collections
+import dataclasses
+
+import numpy as np
 import pytest
+import torch
 from convert import to_fastmm
 from corpus import THRESHOLDS, Corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peers import OUR_TYPE, draw, our_encoder, vllm_decode, vllm_encoder
 from support.compare import assert_same, assert_same_frames
+from support.families import NUMPY_DTYPES, SAMPLING_VALUES, TORCH_DTYPES
 from support.reference import reference_encode
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 import fastmm
 
@@ -17,8 +24,64 @@ chunks = pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 
 
 def seeds(first):
-    """Seeds of a chunk; every other one has what only the encoder is compared on."""
+    """Seeds of a chunk."""
     return range(first, first + CHUNK)
+
+
+def test_the_corpus_has_every_kind():
+    """What the promise lists, counted: else a change of the generator could quietly empty it."""
+    seen = collections.Counter()
+
+    def count(value):
+        if isinstance(value, torch.Tensor):
+            seen[f"torch {value.dtype}".replace("torch.", "")] += 1
+            seen["0-d"] += not value.dim()
+            seen["empty"] += not value.numel()
+            seen["strided"] += not value.is_contiguous()
+        elif isinstance(value, np.ndarray):
+            seen[f"numpy {value.dtype.str}"] += 1
+        elif isinstance(value, slice):
+            seen["tensor bound"] += isinstance(value.stop, torch.Tensor)
+        elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            for item in value:
+                seen["nested"] += isinstance(item, (list, tuple))
+                count(item)
+        elif isinstance(value, (dict, collections.UserDict)):
+            for item in value.values():
+                count(item)
+        elif dataclasses.is_dataclass(value) or hasattr(value, "__struct_fields__") or hasattr(value, "_fields"):
+            seen[type(value).__name__] += 1
+            names = getattr(value, "__struct_fields__", None) or getattr(value, "_fields", None)
+            for name in names or [field.name for field in dataclasses.fields(value)]:
+                content = getattr(value, name)
+                seen[f"{type(value).__name__}.{name}"] += content is not None
+                seen["element without data"] += type(value).__name__ == "MultiModalFieldElem" and content is None
+                seen["flat, other dim"] += type(value).__name__ == "MultiModalFlatField" and name == "dim" and content != 0
+                count(content)
+
+    for seed in range(SEEDS):
+        message, threshold = draw(seed, odd=bool(seed & 8))
+        seen[f"threshold {threshold}"] += 1
+        count(message)
+    expected = {
+        *(f"torch {name}" for name in TORCH_DTYPES),
+        *(f"numpy {name}" for name in NUMPY_DTYPES),
+        *(f"threshold {threshold}" for threshold in THRESHOLDS),
+        *(f"EngineCoreRequest.{name}" for name in EngineCoreRequest.__struct_fields__),
+        *(f"EngineCoreOutput.{name}" for name in EngineCoreOutput.__struct_fields__),
+        *(f"SamplingParams.{name}" for name in SAMPLING_VALUES),
+        *(
+            "MultiModalBatchedField",
+            "MultiModalFlatField",
+            "MultiModalSharedField",
+            "flat, other dim",
+            "PlaceholderRange.is_embed",
+        ),
+        *("0-d", "empty", "strided", "nested", "tensor bound", "element without data", "LoRARequest", "PoolingParams"),
+        *("StructuredOutputsParams", "RepetitionDetectionParams", "LogprobsLists", "SchedulerStats", "UtilityOutput"),
+    }
+    assert {kind for kind in expected if seen[kind] < 5} == set()
+    assert seen["EngineCoreRequest"] >= 2000
 
 
 @chunks
