@@ -19,7 +19,8 @@ from fastmm.errors import CompatError, EncodeError, SchemaError
 from .pool cimport Block, block_acquire
 from .tensor cimport (
     FAMILY_BUFFER, MAX_NDIM, Producer, TensorView, memory_is_private, owner_is_private, producer_of, tensor_gather,
-    tensor_make, tensor_owner, tensor_view, tensor_view_clear)
+    tensor_owner, tensor_view, tensor_view_clear)
+from .tensor_make cimport tensor_make
 
 cdef extern from "fastmm/cpu.h" nogil:
     uint64_t fmm_cpu_features()

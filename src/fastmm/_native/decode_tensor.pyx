@@ -38,7 +38,8 @@ from .decode_state cimport (
 )
 from .frame cimport frame_new
 from .pool cimport Block, block_acquire
-from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, tensor_make
+from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM
+from .tensor_make cimport tensor_make
 
 cnp.import_array()
 

@@ -13,7 +13,7 @@ from .message cimport PART_FIELD, PART_ITEM, PART_KEY, Message, Part, append, at
 from .payload cimport (
     SLOT_ITEM, SLOT_KEY, SLOT_NONE, SLOT_OFFSET, Slot, payload_cast, payload_frame, payload_note,
 )
-from .plan cimport FMM_MODE_PAYLOAD, FMM_MODE_TENSOR, Plan, fmm_field_t
+from .plan cimport FMM_MODE_PAYLOAD, FMM_MODE_TENSOR, Plan
 from .tensor cimport FAMILY_EXCHANGE, TensorView, numpy_name, tensor_gather, tensor_view, tensor_view_clear
 
 cdef extern from "fastmm/msgpack_write.h" nogil:
@@ -137,8 +137,7 @@ cdef int cast_leaf(Message m, object obj, Plan plan, TensorView* view, Py_ssize_
     """Plans the cast of a leaf; says where in the tree it hangs, so that the new leaf can take its place."""
     cdef Part* part
     cdef Plan holder
-    cdef const fmm_field_t* field
-    cdef object attributes
+    cdef object attributes, name
     cdef Slot slot
     slot.kind = SLOT_NONE
     slot.container = <PyObject*>None
@@ -148,13 +147,13 @@ cdef int cast_leaf(Message m, object obj, Plan plan, TensorView* view, Py_ssize_
         part = &m.path[m.depth - 1]
         if part.kind == PART_FIELD:
             holder = <Plan>part.plan
-            field = &holder.fields[part.index]
-            slot.key = field.name
-            slot.index = field.offset
+            name = holder.names[part.index]
+            slot.key = <PyObject*>name
+            slot.index = holder.fields[part.index].offset
             if not holder.in_dict:
                 slot.kind = SLOT_OFFSET
                 slot.container = part.container
-            elif <object>field.name not in holder.properties:
+            elif name not in holder.properties:
                 attributes = PyObject_GenericGetDict(<object>part.container, NULL)
                 slot.kind = SLOT_KEY
                 slot.container = <PyObject*>attributes
@@ -177,7 +176,7 @@ cdef bint write_out_of_band(Message m, object obj, bint cast) except -1:
     try:
         answer = m.oob_tensor_consumer(obj)
     except Exception as error:
-        raise foreign(m, error, "the out-of-band consumer") from error
+        foreign(m, error, "the out-of-band consumer")
     if answer is None:
         return False
     if type(answer) is not dict:

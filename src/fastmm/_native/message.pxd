@@ -70,8 +70,8 @@ cdef str path_of(Message message)
 cdef object at_path(Message message, object error)
 cdef int fail(Message message, object cls, str text) except -1
 
-# What code that is not ours raised, as an error with a path: `raise foreign(m, error, "the hook") from error`.
-cdef object foreign(Message message, object error, str whose)
+# Raises what code that is not ours raised as an error with a path; a MemoryError is nobody's input, and goes through.
+cdef int foreign(Message message, object error, str whose) except -1
 
 cdef int make_room(Message message, size_t nbytes) except -1
 cdef int too_deep(Message message) except -1

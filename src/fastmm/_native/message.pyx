@@ -55,7 +55,7 @@ cdef str path_of(Message message):
     for i in range(message.depth):
         part = &message.path[i]
         if part.kind == PART_FIELD:
-            parts.append("." + <str><object>(<Plan>part.plan).fields[part.index].name)
+            parts.append("." + <str>(<Plan>part.plan).names[part.index])
         elif part.kind == PART_ITEM or part.kind == PART_FIXED:
             parts.append(f"[{part.index}]")
         elif part.kind == PART_KEY:
@@ -80,10 +80,12 @@ cdef int fail(Message message, object cls, str text) except -1:
     raise cls(text, path=path_of(message))
 
 
-cdef object foreign(Message message, object error, str whose):
+cdef int foreign(Message message, object error, str whose) except -1:
     if isinstance(error, FastmmError):
-        return at_path(message, error)
-    return EncodeError(f"{whose} failed: {type(error).__name__}", path=path_of(message))
+        raise at_path(message, error)
+    if isinstance(error, MemoryError):
+        raise error
+    raise EncodeError(f"{whose} failed: {type(error).__name__}", path=path_of(message)) from error
 
 
 cdef int make_room(Message message, size_t nbytes) except -1:

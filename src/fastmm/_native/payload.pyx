@@ -18,7 +18,8 @@ from .cast cimport CAST_RELEASE_GIL_MIN_NBYTES, cast_run, cast_supported, cast_s
     fmm_cast_table_t
 from .frame cimport frame_new
 from .pool cimport Block, block_acquire
-from .tensor cimport MAX_NDIM, memory_is_private, owner_is_private, tensor_gather, tensor_make, tensor_owner
+from .tensor cimport MAX_NDIM, memory_is_private, owner_is_private, tensor_gather, tensor_owner
+from .tensor_make cimport tensor_make
 
 cdef extern from "fastmm/dtype.h" nogil:
     ctypedef struct fmm_dtype_info_t:

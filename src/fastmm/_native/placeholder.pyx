@@ -19,8 +19,9 @@ from fastmm.schema import PlaceholderRange
 
 from .record cimport record_new, record_offset, record_set
 from .tensor cimport (
-    FAMILY_EXCHANGE, FAMILY_NUMPY, Producer, TensorView, producer_of, tensor_make, tensor_view, tensor_view_clear,
+    FAMILY_EXCHANGE, FAMILY_NUMPY, Producer, TensorView, producer_of, tensor_view, tensor_view_clear,
 )
+from .tensor_make cimport tensor_make
 
 cnp.import_array()
 

@@ -2,7 +2,7 @@
 
 from cpython.object cimport PyTypeObject
 from cpython.ref cimport PyObject
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint8_t, uint16_t, uintptr_t
 
 from .tensor cimport Producer
 
@@ -30,15 +30,18 @@ cdef extern from "c/plan_field.h":
         FMM_MODE_TENSOR
         FMM_MODE_PAYLOAD
         FMM_MODE_FIELD
+        FMM_MODE_FEATURES
+        FMM_EMPTY_KEPT
+        FMM_EMPTY_LIST
+        FMM_EMPTY_DICT
+        FMM_EMPTY_SET
     ctypedef struct fmm_field_t:
-        Py_ssize_t offset
         PyObject* identical
-        const char* key
-        int key_nbytes
-        int mode
-        PyObject* empty
-        PyObject* name
-        bint features
+        uint16_t offset
+        uint16_t key
+        uint16_t key_nbytes
+        uint8_t mode
+        uint8_t empty
 
 cdef enum:
     PLAN_CACHE_SIZE = 512
@@ -63,8 +66,10 @@ cdef class Plan:
     cdef bytes head  # written before a map (`["flat", `) or as the first element (a tag)
     cdef int head_nelem  # elements or pairs that `head` adds to the header's count
     cdef bint wrapped  # [factory, {fields}]: `head` holds the array's header and the name
-    cdef bytes keys
-    cdef list keepalive  # names and defaults that the fields point to
+    cdef const char* keys  # the encoded map keys, one behind the other, inside `keys_home`
+    cdef bytes keys_home
+    cdef list names  # of the attributes, interned
+    cdef list defaults  # what the fields' `identical` point to
     cdef bint user_dict  # KIND_MAPPING: a UserDict, read by its `data`
 
 # Borrowed: plans live as long as their type does.

@@ -215,12 +215,13 @@ def iso_duration(delta):
 
 
 cdef object NOTHING = object()  # no value of a field
+cdef dict EMPTY = {list: FMM_EMPTY_LIST, dict: FMM_EMPTY_DICT, set: FMM_EMPTY_SET}
 
 
 cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_array, bint in_dict):
     """``defaults`` has one pair per field: the object that is left out, the type whose empty ones are; NOTHING for none."""
     cdef Plan plan = plan_new(KIND_STRUCT)
-    cdef Py_ssize_t position = 0
+    cdef int position = 0
     cdef fmm_field_t* field
     cdef int i
     modes = {}
@@ -230,30 +231,31 @@ cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_
     plan.in_dict = in_dict
     plan.head = b""
     plan.properties = frozenset()
-    names = [sys.intern(name) for name in names]
-    plan.keepalive = [names, defaults]
+    plan.names = [sys.intern(name) for name in names]
+    plan.defaults = defaults
     encoded = [msgpack.packb(key) for key in keys]
-    plan.keys = b"".join(encoded) + bytes(16)  # padding, so that keys can be copied 16 bytes at a time
+    plan.keys_home = b"".join(encoded) + bytes(16)  # padding, so that keys can be copied 16 bytes at a time
+    plan.keys = plan.keys_home
+    if len(plan.keys_home) > 0xffff or cls.__basicsize__ > 0xffff:
+        raise SchemaError(f"expected a class of some thousand fields at most, got {cls.__module__}.{cls.__qualname__}")
     plan.nfields = len(names)
     plan.fields = <fmm_field_t*>calloc(max(plan.nfields, 1), sizeof(fmm_field_t))
     if plan.fields is NULL:
         raise MemoryError()
     for i in range(plan.nfields):
         field = &plan.fields[i]
-        name = names[i]
+        name = plan.names[i]
         field.offset = 0 if in_dict else fmm_slot_offset(find_attribute(cls, name))
         if field.offset == 0:
             plan.in_dict = True
-        field.name = <PyObject*>name
-        field.key = <const char*>plan.keys + position
+        field.key = position
         field.key_nbytes = len(encoded[i])
         position += field.key_nbytes
         identical, empty = defaults[i]
         field.identical = <PyObject*>identical
-        field.empty = NULL if empty is NOTHING else <PyObject*>empty
-        plan.may_omit = plan.may_omit or identical is not NOTHING or empty is not NOTHING
-        field.mode = modes.get(name, 0)
-        field.features = name == "mm_features"
+        field.empty = EMPTY.get(empty, FMM_EMPTY_KEPT)
+        plan.may_omit = plan.may_omit or identical is not NOTHING or field.empty
+        field.mode = modes.get(name, 0) | (FMM_MODE_FEATURES if name == "mm_features" else 0)
     return plan
 
 

@@ -26,8 +26,9 @@ from .frame cimport frame_new
 from .record cimport record_get, record_new, record_offset, record_set
 from .tensor cimport (
     FAMILY_DLPACK, FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, Producer, TensorView, producer_of, tensor_gather,
-    tensor_make, tensor_owner, tensor_view, tensor_view_clear,
+    tensor_owner, tensor_view, tensor_view_clear,
 )
+from .tensor_make cimport tensor_make
 
 cnp.import_array()
 

@@ -109,9 +109,5 @@ cdef int numpy_name(TensorView* view, char* name) noexcept
 # Gathers the elements in C order into `out`, which has room for view.nbytes.
 cdef void tensor_gather(const TensorView* view, void* out) noexcept nogil
 
-# A new tensor of the given family over dense memory that `owner` keeps.  numpy has no bfloat16 or float8 of its own: with
-# ml_dtypes installed its types are taken, else the result is a WireTensor.
-cdef object tensor_make(Family family, void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly)
-
-# torch's exchange table; imports torch on first use.
-cdef const fmm_dl_exchange_api_t* torch_api() except NULL
+# The table of our major version behind a capsule, walking back from a newer one; NULL when there is none.
+cdef const fmm_dl_exchange_api_t* exchange_api(object capsule) except? NULL

@@ -7,19 +7,17 @@ frames, and where they are cast, is payload.pyx's.
 
 import operator
 
-import msgpack
-
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.dict cimport PyDict_GetItem, PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyTypeObject, Py_TYPE
 from cpython.ref cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
-from libc.stdint cimport int64_t, int8_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from fastmm.errors import EncodeError, FastmmError, SchemaError
 
+from .binary cimport write_bytes, write_ext, write_raw
 from .cast cimport selected_table
 from .leaf cimport write_tensor
 from .message cimport (
@@ -28,7 +26,7 @@ from .message cimport (
 )
 from .payload cimport payload_finish, payload_next, payload_repeat, payload_start
 from .plan cimport (
-    FMM_MODE_FIELD, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST, KIND_MAPPING, KIND_NUMBER,
+    FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST, KIND_MAPPING, KIND_NUMBER,
     KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
     KIND_UNSET, Plan, fmm_field_t, plan_of, unset_object,
 )
@@ -41,10 +39,8 @@ cdef extern from "fastmm/msgpack_write.h" nogil:
     uint8_t* fmm_write_int(uint8_t* p, int64_t value)
     uint8_t* fmm_write_uint(uint8_t* p, uint64_t value)
     uint8_t* fmm_write_str_header(uint8_t* p, uint32_t nbytes)
-    uint8_t* fmm_write_bin_header(uint8_t* p, uint32_t nbytes)
     uint8_t* fmm_write_array_header(uint8_t* p, uint32_t nelem)
     uint8_t* fmm_write_map_header(uint8_t* p, uint32_t nelem)
-    uint8_t* fmm_write_ext_header(uint8_t* p, int8_t code, uint32_t nbytes)
     uint8_t* fmm_write_be16(uint8_t* p, unsigned short value)
 
 cdef extern from "fastmm/pack_ids.h" nogil:
@@ -61,14 +57,14 @@ cdef extern from "c/pyscalar.h":
     bint fmm_pylong_small(object item, int64_t* value)
     uint8_t* fmm_put_scalar(uint8_t* p, PyObject* obj)
     cdef enum:
+        FMM_PUT_KEY_MAX_NBYTES
         FMM_PUT_FIELD_MAX_NBYTES
         FMM_PUT_SLICES_MAX_NBYTES
-    bint fmm_is_empty(PyObject* obj, PyObject* cls)
     bint fmm_takes_scalar(const fmm_field_t* field, PyObject* value)
-    uint8_t* fmm_put_key(uint8_t* p, const fmm_field_t* field)
+    uint8_t* fmm_put_key(uint8_t* p, const char* keys, const fmm_field_t* field)
     uint8_t* fmm_put_array_run(uint8_t* p, object obj, const fmm_field_t* fields, int nfields, int* index)
-    uint8_t* fmm_put_map_run(uint8_t* p, object obj, const fmm_field_t* fields, int nfields, int* index, int* count,
-                             PyObject* unset)
+    uint8_t* fmm_put_map_run(uint8_t* p, object obj, const char* keys, const fmm_field_t* fields, int nfields, int* index,
+                             int* count, PyObject* unset)
     uint8_t* fmm_put_bound(uint8_t* p, PyObject* bound)
     uint8_t* fmm_put_slices(uint8_t* p, PyObject** items, Py_ssize_t nelem, Py_ssize_t* index)
     PyObject* fmm_slot_value(object obj, const fmm_field_t* field)
@@ -113,7 +109,7 @@ cdef int message_start(Message m) except -1:
         try:
             m.oob_tensor_consumer.new_message()
         except Exception as error:
-            raise foreign(m, error, "the out-of-band consumer's new_message") from error
+            foreign(m, error, "the out-of-band consumer's new_message")
     return 0
 
 
@@ -156,18 +152,21 @@ cdef int write_value(Message m, object obj, int mode) except -1:
         return write_str(m, obj)
     if cls is <PyTypeObject*>int:
         return write_int(m, obj)
-    return write_planned(m, obj, <Plan>plan_of(cls), mode)
+    return write_planned(m, obj, mode)
 
 
 cdef int check_payload(Message m, object obj, PyTypeObject* cls) except -1:
     """The data of a field element: what the engine's decoder takes there, and nothing else."""
+    cdef object held = obj
     cdef Plan plan = <Plan>plan_of(cls)
     if plan.kind not in (KIND_TENSOR, KIND_LIST, KIND_TUPLE, KIND_NUMBER, KIND_CONVERT, KIND_UNKNOWN):
         fail(m, SchemaError, f"expected a tensor, a number, or a list of these, got a {type(obj).__qualname__}")
     return 0
 
 
-cdef int write_planned(Message m, object obj, Plan plan, int mode) except -1:
+cdef int write_planned(Message m, object obj, int mode) except -1:
+    cdef object held = obj  # from here on its own code may run, and empty whatever holds it
+    cdef Plan plan = <Plan>plan_of(Py_TYPE(obj))
     if plan.kind == KIND_STRUCT:
         return write_struct(m, obj, plan)
     if plan.kind == KIND_TENSOR:
@@ -227,68 +226,6 @@ cdef int write_str(Message m, object obj) except -1:
     return 0
 
 
-cdef int write_bytes(Message m, object obj) except -1:
-    cdef Py_buffer buffer
-    get_buffer(m, obj, &buffer)
-    try:
-        need(m, FMM_WRITE_MAX_NBYTES + buffer.len)
-        m.size = fmm_write_bin_header(m.data + m.size, <uint32_t>buffer.len) - m.data
-        put_buffer(m, &buffer)
-    finally:
-        PyBuffer_Release(&buffer)
-    return 0
-
-
-cdef int write_ext(Message m, object obj) except -1:
-    cdef Py_buffer buffer
-    cdef int code
-    if type(obj) is msgpack.Timestamp:
-        code, data = -1, obj.to_bytes()
-    else:
-        code, data = obj.code, obj.data
-    if code in (1, 2) and not m.from_hook:
-        fail(m, SchemaError, f"expected no pickles, got an extension of type {code}, which vLLM would unpickle")
-    get_buffer(m, data, &buffer)
-    try:
-        need(m, FMM_WRITE_MAX_NBYTES + buffer.len)
-        m.size = fmm_write_ext_header(m.data + m.size, code, <uint32_t>buffer.len) - m.data
-        put_buffer(m, &buffer)
-    finally:
-        PyBuffer_Release(&buffer)
-    return 0
-
-
-cdef int write_raw(Message m, object obj) except -1:
-    cdef Py_buffer buffer
-    get_buffer(m, obj, &buffer)
-    try:
-        need(m, buffer.len)
-        put_buffer(m, &buffer)
-    finally:
-        PyBuffer_Release(&buffer)
-    return 0
-
-
-cdef int get_buffer(Message m, object obj, Py_buffer* buffer) except -1:
-    """The raw bytes of a contiguous buffer of any format; the caller releases them."""
-    try:
-        PyObject_GetBuffer(obj, buffer, PyBUF_SIMPLE)
-    except (BufferError, TypeError, ValueError):
-        fail(m, EncodeError, f"expected a contiguous buffer, got a {type(obj).__qualname__} that is none: take bytes() of it")
-    if buffer.len > <Py_ssize_t>UINT32_MAX:
-        nbytes = buffer.len
-        PyBuffer_Release(buffer)
-        fail(m, EncodeError, f"expected a buffer of less than 4 GiB, got {nbytes} bytes")
-    return 0
-
-
-cdef int put_buffer(Message m, Py_buffer* buffer) noexcept:
-    if buffer.len:
-        memcpy(m.data + m.size, buffer.buf, buffer.len)
-        m.size += buffer.len
-    return 0
-
-
 cdef int write_slice(Message m, object obj) except -1:
     """`[start, stop, step]`, each an int or nil."""
     cdef PySliceObject* bounds = <PySliceObject*><PyObject*>obj
@@ -311,7 +248,7 @@ cdef int write_bound(Message m, object bound) except -1:
     except TypeError:
         fail(m, SchemaError, f"expected slice bounds that are integers or None, got a {type(bound).__qualname__}")
     except Exception as error:
-        raise foreign(m, error, "the slice bound's __index__") from error
+        foreign(m, error, "the slice bound's __index__")
     need(m, 3 * FMM_WRITE_MAX_NBYTES)
     return write_int(m, number)
 
@@ -397,7 +334,7 @@ cdef int write_set(Message m, object obj, int mode) except -1:
     try:
         items = tuple(obj)
     except Exception as error:
-        raise foreign(m, error, f"iterating a {type(obj).__qualname__}") from error
+        foreign(m, error, f"iterating a {type(obj).__qualname__}")
     return write_tuple(m, items, mode)
 
 
@@ -433,38 +370,42 @@ cdef int write_mapping(Message m, object obj, Plan plan) except -1:
     try:
         items = obj.data if plan.user_dict and type(obj.data) is dict else dict(obj)
     except Exception as error:
-        raise foreign(m, error, f"reading a {type(obj).__qualname__}") from error
+        foreign(m, error, f"reading a {type(obj).__qualname__}")
     m.payload.held.append(items)
     return write_dict(m, items)
 
 
 cdef int write_converted(Message m, object obj, Plan plan, int mode) except -1:
     """Enums, numpy scalars, dates: what their plan's function makes of them."""
-    return write_made(m, obj, plan.convert, f"converting a {type(obj).__qualname__}", mode)
+    return write_made(m, obj, plan.convert, "converting", mode)
 
 
 cdef int write_hooked(Message m, object obj, int mode) except -1:
     cdef bint outer = m.from_hook
-    cls = type(obj)
     if m.hook is None:
-        fail(m, SchemaError, f"expected a value that the wire knows, got a {cls.__module__}.{cls.__qualname__}: convert it "
-                             "before, or give a hook that does")
+        fail(m, SchemaError, f"expected a value that the wire knows, got a {type_name(obj)}: convert it before, or give a hook "
+                             "that does")
     m.from_hook = True
-    write_made(m, obj, m.hook, f"the hook, given a {cls.__module__}.{cls.__qualname__},", mode)
+    write_made(m, obj, m.hook, "the hook, given", mode)
     m.from_hook = outer
     return 0
 
 
-cdef int write_made(Message m, object obj, object make, str whose, int mode) except -1:
+cdef int write_made(Message m, object obj, object make, str verb, int mode) except -1:
+    """What a function makes of an object is written in its place."""
     enter(m, PART_HOOK, obj)
     try:
         value = make(obj)
     except Exception as error:
-        raise foreign(m, error, whose) from error
+        foreign(m, error, f"{verb} a {type_name(obj)},")
     m.payload.held.append(value)
     write_value(m, value, mode)
     leave(m)
     return 0
+
+
+cdef str type_name(object obj):
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
 # --- structs ------------------------------------------------------------------------------------------------------------
@@ -517,7 +458,7 @@ cdef int write_array_fields(Message m, object obj, Plan plan) except -1:
 
 
 cdef inline int write_field(Message m, const fmm_field_t* field, object value) except -1:
-    if field.features:
+    if field.mode & FMM_MODE_FEATURES:
         return write_features(m, value)
     if field.mode & FMM_MODE_FIELD and not (<Plan>plan_of(Py_TYPE(value))).wrapped:
         fail(m, SchemaError, f"expected a batched, flat or shared field, got a {type(value).__qualname__}")
@@ -552,11 +493,12 @@ cdef int write_slots(Message m, object obj, Plan plan, Part* part, int* count) e
     cdef int i = 0
     while True:
         need(m, plan.nfields * FMM_PUT_FIELD_MAX_NBYTES)
-        m.size = fmm_put_map_run(m.data + m.size, obj, plan.fields, plan.nfields, &i, count, unset_object) - m.data
+        m.size = fmm_put_map_run(
+            m.data + m.size, obj, plan.keys, plan.fields, plan.nfields, &i, count, unset_object) - m.data
         if i == plan.nfields:
             return 0
         part.index = i
-        write_pair(m, obj, plan, &plan.fields[i], fmm_slot_value(obj, &plan.fields[i]), count)
+        write_pair(m, obj, plan, i, fmm_slot_value(obj, &plan.fields[i]), count)
         i += 1
 
 
@@ -573,24 +515,25 @@ cdef int write_attributes(Message m, object obj, Plan plan, Part* part, int* cou
         field = &plan.fields[i]
         part.index = i
         before = position
-        if not (PyDict_Next(attributes, &position, &name, &value) and name is field.name):
+        if not (PyDict_Next(attributes, &position, &name, &value) and name is PyList_GET_ITEM(plan.names, i)):
             position = before
-            value = PyDict_GetItem(attributes, <object>field.name)
-        if value is not NULL and value is not unset_object and field.key_nbytes < 256 and fmm_takes_scalar(field, value):
+            value = PyDict_GetItem(attributes, plan.names[i])
+        if value is not NULL and value is not unset_object and field.key_nbytes <= FMM_PUT_KEY_MAX_NBYTES and fmm_takes_scalar(field, value):
             need(m, FMM_PUT_FIELD_MAX_NBYTES)
-            p = fmm_put_scalar(fmm_put_key(m.data + m.size, field), value)
+            p = fmm_put_scalar(fmm_put_key(m.data + m.size, plan.keys, field), value)
             if p is not NULL:
                 m.size = p - m.data
                 count[0] += 1
                 continue
-        write_pair(m, obj, plan, field, value, count)
+        write_pair(m, obj, plan, i, value, count)
     return 0
 
 
-cdef int write_pair(Message m, object obj, Plan plan, const fmm_field_t* field, PyObject* value, int* count) except -1:
+cdef int write_pair(Message m, object obj, Plan plan, int index, PyObject* value, int* count) except -1:
     """One field of a map, the general way: it may be missing, unset, or anything."""
+    cdef const fmm_field_t* field = &plan.fields[index]
     if value is NULL:
-        value = missing_value(m, obj, plan, <object>field.name)
+        value = missing_value(m, obj, plan, plan.names[index])
     if value is NULL:
         return 0
     held = <object>value
@@ -598,7 +541,7 @@ cdef int write_pair(Message m, object obj, Plan plan, const fmm_field_t* field, 
         return 0
     count[0] += 1
     need(m, field.key_nbytes + 16)
-    m.size = fmm_put_key(m.data + m.size, field) - m.data
+    m.size = fmm_put_key(m.data + m.size, plan.keys, field) - m.data
     return write_field(m, field, held)
 
 
@@ -610,7 +553,7 @@ cdef PyObject* missing_value(Message m, object obj, Plan plan, object name) exce
         try:
             value = getattr(obj, name, m)
         except Exception as error:
-            raise foreign(m, error, f"the property {name}") from error
+            foreign(m, error, f"the property {name}")
         if value is not m:
             m.payload.held.append(value)
             return <PyObject*>value
@@ -627,6 +570,7 @@ cdef void put_count(Message m, Plan plan, size_t header, int count) noexcept:
 
 cdef int write_features(Message m, object features) except -1:
     """The features of a request.  A sibling of the last request, with the very same list, copies what that one wrote."""
+    cdef object held = features
     cdef size_t offset = m.size
     if features is m.features and PyList_GET_SIZE(m.frames) == 1:
         need(m, m.features_nbytes)

@@ -82,13 +82,15 @@ static inline uint8_t *fmm_put_scalar(uint8_t *p, PyObject *obj)
     return NULL;
 }
 
-/* Whether obj is exactly of the type (list, dict or set) and empty. */
-static inline int fmm_is_empty(PyObject *obj, PyObject *type)
+/* Whether a value is an empty container that its field leaves out: exactly of that type, no subclass. */
+static inline int fmm_is_left_out_empty(PyObject *obj, const fmm_field_t *field)
 {
-    if ((PyObject *)Py_TYPE(obj) != type) return 0;
-    if (type == (PyObject *)&PyList_Type) return PyList_GET_SIZE(obj) == 0;
-    if (type == (PyObject *)&PyDict_Type) return PyDict_GET_SIZE(obj) == 0;
-    return PySet_GET_SIZE(obj) == 0;
+    switch (field->empty) {
+    case FMM_EMPTY_LIST: return Py_IS_TYPE(obj, &PyList_Type) && PyList_GET_SIZE(obj) == 0;
+    case FMM_EMPTY_DICT: return Py_IS_TYPE(obj, &PyDict_Type) && PyDict_GET_SIZE(obj) == 0;
+    case FMM_EMPTY_SET: return Py_IS_TYPE(obj, &PySet_Type) && PySet_GET_SIZE(obj) == 0;
+    default: return 0;
+    }
 }
 
 static inline PyObject *fmm_slot_value(PyObject *obj, const fmm_field_t *field)
@@ -102,13 +104,15 @@ static inline int fmm_takes_scalar(const fmm_field_t *field, const PyObject *val
     return !field->mode || (value == Py_None && !(field->mode & FMM_MODE_FIELD));
 }
 
-/* The longest key and scalar of one field in a run: keys of more than 255 bytes end the run. */
-#define FMM_PUT_FIELD_MAX_NBYTES (16 + 258 + FMM_PUT_SCALAR_MAX_NBYTES)
+/* The longest key and scalar of one field in a run: longer keys end the run. */
+#define FMM_PUT_KEY_MAX_NBYTES 255
+#define FMM_PUT_FIELD_MAX_NBYTES (16 + FMM_PUT_KEY_MAX_NBYTES + FMM_PUT_SCALAR_MAX_NBYTES)
 
-static inline uint8_t *fmm_put_key(uint8_t *p, const fmm_field_t *field)
+static inline uint8_t *fmm_put_key(uint8_t *p, const char *keys, const fmm_field_t *field)
 {
-    memcpy(p, field->key, 16);
-    if (field->key_nbytes > 16) memcpy(p + 16, field->key + 16, (size_t)field->key_nbytes - 16);
+    const char *key = keys + field->key;
+    memcpy(p, key, 16);
+    if (field->key_nbytes > 16) memcpy(p + 16, key + 16, (size_t)field->key_nbytes - 16);
     return p + field->key_nbytes;
 }
 
@@ -118,7 +122,12 @@ static inline uint8_t *fmm_put_array_run(uint8_t *p, PyObject *obj, const fmm_fi
     int i = *index;
     for (; i < nfields; i++) {
         PyObject *value = fmm_slot_value(obj, &fields[i]);
-        if (value == NULL || !fmm_takes_scalar(&fields[i], value)) break;
+        if (value == Py_None) { /* most of them */
+            if (fields[i].mode & FMM_MODE_FIELD) break;
+            *p++ = 0xc0;
+            continue;
+        }
+        if (value == NULL || fields[i].mode) break;
         uint8_t *after = fmm_put_scalar(p, value);
         if (after == NULL) break;
         p = after;
@@ -128,18 +137,18 @@ static inline uint8_t *fmm_put_array_run(uint8_t *p, PyObject *obj, const fmm_fi
 }
 
 /* The same for a map: keys and values, leaving out what the field says. *count goes up with each pair. */
-static inline uint8_t *fmm_put_map_run(uint8_t *p, PyObject *obj, const fmm_field_t *fields, int nfields, int *index,
-                                       int *count, PyObject *unset)
+static inline uint8_t *fmm_put_map_run(uint8_t *p, PyObject *obj, const char *keys, const fmm_field_t *fields, int nfields,
+                                       int *index, int *count, PyObject *unset)
 {
     int i = *index;
     for (; i < nfields; i++) {
         const fmm_field_t *field = &fields[i];
         PyObject *value = fmm_slot_value(obj, field);
-        if (value == field->identical) continue;
-        if (value == NULL || value == unset || field->key_nbytes > 255) break;
+        if (value == field->identical) continue; /* most of them */
+        if (value == NULL || value == unset || field->key_nbytes > FMM_PUT_KEY_MAX_NBYTES) break;
         if (!fmm_takes_scalar(field, value)) break;
-        if (field->empty != NULL && fmm_is_empty(value, field->empty)) continue;
-        uint8_t *after = fmm_put_scalar(fmm_put_key(p, field), value);
+        if (field->empty && fmm_is_left_out_empty(value, field)) continue;
+        uint8_t *after = fmm_put_scalar(fmm_put_key(p, keys, field), value);
         if (after == NULL) break;
         p = after;
         ++*count;

@@ -1,0 +1,13 @@
+"""Reference of tensor_make.  Every function here needs the GIL."""
+
+from libc.stdint cimport int64_t
+
+from .tensor cimport Family, fmm_dl_exchange_api_t
+
+
+# A new tensor of the given family over dense memory that `owner` keeps.  numpy has no bfloat16 or float8 of its own: with
+# ml_dtypes installed its types are taken, else the result is a WireTensor.
+cdef object tensor_make(Family family, void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly)
+
+# torch's exchange table; imports torch on first use.
+cdef const fmm_dl_exchange_api_t* torch_api() except NULL

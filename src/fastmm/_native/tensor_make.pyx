@@ -1,0 +1,146 @@
+"""Tensors over memory that is already there: torch by DLPack's exchange table, numpy by its C API, WireTensor."""
+
+cimport numpy as cnp
+from cpython.object cimport PyTypeObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from libc.stdint cimport int64_t, uint8_t
+from libc.stdlib cimport free, malloc
+
+from fastmm.errors import SchemaError
+from fastmm.schema import WireTensor
+
+from .frame cimport frame_new
+from .tensor cimport (
+    FAMILY_BUFFER, FAMILY_DLPACK, FAMILY_EXCHANGE, FAMILY_NUMPY, FMM_DL_CPU, FMM_DLPACK_MAJOR, Family, exchange_api,
+    fmm_dl_exchange_api_t, fmm_dl_managed_t,
+)
+
+cnp.import_array()
+
+cdef extern from "fastmm/dtype.h" nogil:
+    ctypedef struct fmm_dtype_info_t:
+        const char* name
+        uint8_t item_nbytes
+        uint8_t dlpack_code
+        uint8_t dlpack_bits
+        char numpy_kind
+    const fmm_dtype_info_t fmm_dtype_infos[1]
+
+cdef extern from "fastmm/size.h" nogil:
+    bint fmm_shape_nelem(const int64_t* shape, int ndim, int64_t* out)
+
+cdef object ml_dtypes_module = None  # False: looked for and not there
+cdef const fmm_dl_exchange_api_t* torch_exchange_api = NULL
+cdef object torch_capsule = None
+
+
+cdef const fmm_dl_exchange_api_t* torch_api() except NULL:
+    global torch_exchange_api, torch_capsule
+    if torch_exchange_api is NULL:
+        try:
+            import torch
+        except ImportError:
+            raise SchemaError("expected torch to be installed for tensors='torch': install fastmm[torch], or ask for "
+                              "tensors='numpy' or 'wire'") from None
+        capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        if capsule is not None:
+            torch_exchange_api = exchange_api(capsule)
+        if torch_exchange_api is NULL:
+            raise SchemaError(f"expected a torch with the DLPack C exchange API (2.10 or newer), got {torch.__version__}")
+        torch_capsule = capsule
+    return torch_exchange_api
+
+
+cdef object tensor_make(Family family, void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly):
+    if family == FAMILY_EXCHANGE:
+        return make_torch(data, dtype, ndim, shape, owner, readonly)
+    if family == FAMILY_NUMPY or family == FAMILY_BUFFER or family == FAMILY_DLPACK:
+        descr = numpy_descr(dtype)
+        if descr is not None:
+            return make_numpy(data, descr, ndim, shape, owner, readonly)
+    cdef int64_t nelem = 0
+    fmm_shape_nelem(shape, ndim, &nelem)
+    frame = frame_new(data, nelem * fmm_dtype_infos[dtype].item_nbytes, owner)
+    return WireTensor((<bytes>fmm_dtype_infos[dtype].name).decode(), tuple([shape[axis] for axis in range(ndim)]), frame)
+
+
+cdef object numpy_descr(int dtype):
+    global ml_dtypes_module
+    cdef const fmm_dtype_info_t* info = &fmm_dtype_infos[dtype]
+    if info.numpy_kind:
+        return cnp.dtype(f"{chr(info.numpy_kind)}{info.item_nbytes}")
+    if ml_dtypes_module is None:
+        try:
+            import ml_dtypes
+            ml_dtypes_module = ml_dtypes
+        except ImportError:
+            ml_dtypes_module = False
+    if ml_dtypes_module is False:
+        return None
+    found = getattr(ml_dtypes_module, (<bytes>info.name).decode(), None)
+    return cnp.dtype(found) if found is not None else None
+
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int, object)
+    PyTypeObject PyArray_Type
+
+
+cdef object make_numpy(void* data, cnp.dtype descr, int ndim, const int64_t* shape, object owner, bint readonly):
+    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS | (0 if readonly else cnp.NPY_ARRAY_WRITEABLE)
+    Py_INCREF(descr)  # the next call steals it
+    array = PyArray_NewFromDescr(&PyArray_Type, descr, ndim, <cnp.npy_intp*>shape, NULL, data, flags, None)
+    cnp.set_array_base(array, owner)
+    return array
+
+
+cdef struct Export:  # what stands behind a DLPack tensor of ours
+    fmm_dl_managed_t managed
+    PyObject* owner  # counted
+    int64_t dims[1]  # shape, then strides
+
+
+cdef void release_export(fmm_dl_managed_t* managed) noexcept with gil:
+    """The consumer's last holder let go, on any thread, with or without the GIL."""
+    cdef Export* export = <Export*>managed
+    Py_DECREF(<object>export.owner)
+    free(export)
+
+
+cdef object make_torch(void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly):
+    cdef const fmm_dl_exchange_api_t* api = torch_api()
+    cdef Export* export = <Export*>malloc(sizeof(Export) + 2 * ndim * sizeof(int64_t))
+    cdef int64_t stride = 1
+    cdef int axis
+    cdef void* made = NULL
+    if export is NULL:
+        raise MemoryError()
+    for axis in range(ndim - 1, -1, -1):
+        export.dims[axis] = shape[axis]
+        export.dims[ndim + axis] = stride
+        stride *= shape[axis] if shape[axis] > 1 else 1
+    export.managed.version.major = FMM_DLPACK_MAJOR
+    export.managed.version.minor = 0
+    export.managed.manager_ctx = export
+    export.managed.deleter = release_export
+    export.managed.flags = 0  # torch has no read-only tensors: what decodes over read-only memory is so by contract
+    export.managed.tensor.data = data
+    export.managed.tensor.device.device_type = FMM_DL_CPU
+    export.managed.tensor.device.device_id = 0
+    export.managed.tensor.ndim = ndim
+    export.managed.tensor.dtype.code = fmm_dtype_infos[dtype].dlpack_code
+    export.managed.tensor.dtype.bits = fmm_dtype_infos[dtype].dlpack_bits
+    export.managed.tensor.dtype.lanes = 1
+    export.managed.tensor.shape = export.dims
+    export.managed.tensor.strides = export.dims + ndim
+    export.managed.tensor.byte_offset = 0
+    Py_INCREF(owner)
+    export.owner = <PyObject*>owner
+    try:
+        api.managed_tensor_to_py_object_no_sync(&export.managed, &made)
+    except BaseException:
+        release_export(&export.managed)
+        raise
+    tensor = <object><PyObject*>made
+    Py_DECREF(tensor)
+    return tensor
