@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import io
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,8 @@ def test_the_demos_output_has_the_rows_that_the_demo_prints() -> None:
 @pytest.mark.no_asan  # starts make and awk
 def test_every_make_target_that_is_named_exists() -> None:
     named = set(re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE))
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert named <= set(re.findall(r"make ([a-z-]+)", listed))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert named <= set(targets)
 
 
 def test_every_file_that_is_named_exists() -> None:

@@ -310,6 +310,18 @@ def test_a_second_process_that_ends_early_is_one_clear_line_and_exit_1(
     assert "the other process ended before it answered" in capsys.readouterr().err
 
 
+def test_frames_lost_on_the_way_are_one_clear_line_and_exit_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    send = front_end.SecondProcess.send
+    monkeypatch.setattr(front_end.SecondProcess, "send", lambda self, frames: send(self, frames[:-1]))
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "chelsea", "--tensors", "wire"]) == 1
+    err = capsys.readouterr().err
+    assert "the second process could not use the request: DecodeError: $.mm_features[0].data['pixel_values']" in err
+    assert err.count("\n") == 1
+
+
 def test_load_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     image.new("RGB", (64, 64), (1, 2, 3)).save(tmp_path / "a.png")
     before = (tmp_path / "a.png").read_bytes()

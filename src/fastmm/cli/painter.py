@@ -79,3 +79,5 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except (CommandError, fastmm.FastmmError, OSError) as error:
         sys.exit(f"fastmm demo, second process: {error}")
+    except KeyboardInterrupt:  # meant for the first process as well, which says so
+        sys.exit(130)
