@@ -286,11 +286,17 @@ def test_keep_on_cpu_holds_for_every_kind_of_field():
     assert [elem.field.keep_on_cpu for elem in data.values()] == [False, True, False]
 
 
-def test_two_keys_of_one_batch_may_differ_in_keep_on_cpu():
-    tensors = {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(3), "d": np.zeros(3)}
-    flat = {"c": [1, 1, 1], "d": [1, 1, 1]}
-    data = build_features(**arguments(tensors=tensors, batched={"a", "b"}, flat=flat, keep_on_cpu={"b", "d"}))[0].data
-    assert {key: elem.field.keep_on_cpu for key, elem in data.items()} == {"a": False, "b": True, "c": False, "d": True}
+@pytest.mark.parametrize("kept", ["ace", "bdf", "", "abcdef"])
+def test_keys_of_one_batch_may_differ_in_keep_on_cpu(kept):
+    tensors = {key: np.zeros((3, 3)) for key in "abcdef"}
+    flat = {"c": "n", "d": "n", "e": FlatSizes("n", 1), "f": FlatSizes("n", 1)}
+    given = arguments(tensors=tensors | {"n": np.ones(3, int)}, batched={"a", "b"}, flat=flat, keep_on_cpu=set(kept))
+    for full in (True, False):
+        data = build_features(**given, full_slices=full)[0].data
+        assert {key: elem.field.keep_on_cpu for key, elem in data.items() if key != "n"} == {
+            key: key in kept for key in "abcdef"
+        }
+        assert [data[key].field.dim for key in "cdef"] == [0, 0, 1, 1]
 
 
 def test_batched_wins_over_flat():
