@@ -193,6 +193,7 @@ def test_every_kind_of_field(written, field):
         ["shared", {}],
         ["shared", {"batch_size": True}],
         ["flat", {}],
+        ["batched", {"keep_on_cpv": True}],
         ["flat", {"slices": [[0, 2]]}],
         ["flat", {"slices": [[0, 2, 1, 1]]}],
         ["flat", {"slices": [[0, 1.5, None]]}],

@@ -67,6 +67,7 @@ cdef struct DecodeRecord:
     int nfields
     int min_nelem  # fewer elements of an array are an error
     bint as_array
+    bint closed  # a map with a key that names no field is an error
     RecordCheck check
     const uint8_t* factory  # the name before the map, NULL where there is none
     int factory_nbytes

@@ -316,6 +316,8 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
         rule = FIELD_RULES.get((cls, spec.name))
         field.plan = plan_for(hints[spec.name]) if rule is None else rule_plan(rule, hints[spec.name])
     record.min_nelem = MIN_ELEMENTS.get(cls, record.min_nelem)
+    # vLLM passes these maps on as keyword arguments: a name that is none of them is an error there.
+    record.closed = cls is MmFieldElem or hasattr(cls, "__wire_factory__")
     record.check = CHECK_PLACEHOLDER if cls is PlaceholderRange else CHECK_NOTHING
     factory = getattr(cls, "__wire_factory__", None)
     if factory is not None:

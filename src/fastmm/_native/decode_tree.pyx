@@ -354,14 +354,18 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
     cdef uint32_t npairs = read_map(s)
     cdef uint64_t missing = ~<uint64_t>0 >> (64 - record.nfields) if record.nfields else 0
     cdef const DecodeField* field
+    cdef const uint8_t* key_at
     cdef int next_field = 0
     cdef int index
     cdef uint32_t _pair
     obj = fmm_new(record.cls)
     enter(s)
     for _pair in range(npairs):
+        key_at = s.reader.cur
         index = read_field_key(s, record, next_field)
         if index < 0:
+            if record.closed:
+                fail(s, key_at, f"expected a field of {(<object>record.cls).__name__}, got a key that names none")
             skip(s)  # unknown here: a newer sender's
             continue
         next_field = index + 1
