@@ -12,7 +12,7 @@ The second is 16 samples of one prompt with 8 images, from features to 16 messag
 - "samples": `fan_out`, then `encode_many`;
 - "single encodes": 16 requests with features of their own, each encoded by itself, as when a gateway rebuilds everything for
   each sample (building them is not in the figure);
-- "vLLM": its encoder for each of the 16 children that its parallel sampling makes.
+- "vLLM": its encoder for each of the 16 children that its parallel sampling makes, with slices of plain ints.
 
 To bfloat16, from float32 as processors give it, "samples" casts in place once, "single encodes" casts 16 times in place, each
 its own memory, and "vLLM" once by `.to(bfloat16)`. As they are, nobody casts, and what is saved is the walk.
@@ -186,7 +186,7 @@ class Samples:
             batch.request(request_id=f"{i}_request-1", sampling_params=fastmm.SamplingParams(n=1, **options))
             for i, batch in enumerate(self.own)
         ]
-        self.theirs = self.batch.vllm_request(sampling_params=SamplingParams(n=SAMPLES, **options))
+        self.theirs = self.batch.vllm_request(plain=True, sampling_params=SamplingParams(n=SAMPLES, **options))
 
     def together(self) -> list[Any]:
         return self.encoder.encode_many(fastmm.fan_out(self.request, SAMPLES))
@@ -263,5 +263,9 @@ def show(records: list[Record]) -> None:
     show_table([r for r in records if r["bench"] == "samples"], "samples of one prompt")
 
 
-if __name__ == "__main__":
+def main() -> None:
     alone(run, show, "bench_features", __doc__.partition("\n")[0])
+
+
+if __name__ == "__main__":
+    main()
