@@ -1,6 +1,9 @@
 """Any bytes at all: a message, or one `DecodeError`; never another exception, never a crash."""
 
+import os
 import random
+import subprocess
+import sys
 
 import msgpack
 import msgspec
@@ -170,3 +173,40 @@ def test_ids_are_read_as_msgspec_reads_them(values, repeat):
     array = DECODERS[EngineCoreRequest][1].decode(frames).prompt_token_ids
     assert array.dtype == np.int64
     assert array.tolist() == values
+
+
+IDS_OF_EVERY_KIND = """
+import hashlib, random
+from support import raw
+from fastmm._native.decoder import Decoder
+stream, digest = random.Random(5), hashlib.sha256()
+array, as_list = Decoder(token_ids="array"), Decoder()
+for length in [*range(131), 500, 513, 3000]:
+    for spread in (100, 300, 70_000, 151_643, 2**33):
+        ids = [stream.randrange(spread) for _ in range(length)]
+        run = stream.randrange(length + 1)
+        ids[run : run + length // 2] = [stream.choice((7, 200, 40_000, 151_655, 2**40))] * len(ids[run : run + length // 2])
+        main = raw.request(prompt_token_ids=ids)[0]
+        offset = stream.randrange(64)
+        frame = memoryview(bytes(offset) + main)[offset:]
+        got = array.decode(frame).prompt_token_ids
+        assert got.tolist() == as_list.decode(frame).prompt_token_ids == ids, (length, spread)
+        digest.update(got)
+print(digest.hexdigest())
+"""
+
+
+def test_every_instruction_set_reads_the_same_ids():
+    digests = set()
+    for isa in ("scalar", "avx512"):  # "avx512" means it where the machine has it
+        done = subprocess.run(
+            [sys.executable, "-c", IDS_OF_EVERY_KIND],
+            env=os.environ | {"FASTMM_ISA": isa},
+            cwd=os.path.dirname(__file__),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        digests.add(done.stdout)
+    assert len(digests) == 1
