@@ -30,7 +30,7 @@ def _encoder_for(
     if threshold is None:
         threshold = default_threshold()
     # A bool or a float equals an int as a key, and must reach the check of the options all the same.
-    kinds = (type(threshold), type(max_depth), type(max_frames), type(max_payload_nbytes))
+    kinds = (type(inplace), type(dedup), type(threshold), type(max_depth), type(max_frames), type(max_payload_nbytes))
     key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, kinds)
     try:
         encoder = _encoders.get(key) if hook is None else None

@@ -31,6 +31,7 @@ cdef extern from "Python.h":
 cdef enum:
     # A main frame of this size is handed out as a view of its buffer; below, copying it is cheaper than a new buffer.
     VIEW_MIN_NBYTES = 32 << 10
+    KEEP_MAX_NBYTES = 1 << 20  # a larger buffer goes back to the pool, which bounds what lies idle
     MAX_MAX_DEPTH = 1000  # each level takes some 250 bytes of C stack: a thread of 512 KiB can go that deep
 
 THRESHOLD_VARIABLE = "VLLM_MSGPACK_ZERO_COPY_THRESHOLD"
@@ -63,6 +64,13 @@ cdef int64_t whole(str name, object value, int64_t low, int64_t high) except? -1
     if not low <= number <= high:
         raise SchemaError(f"expected {name} from {low} to {high}, got {number}")
     return number
+
+
+cdef bint switch(str name, object value) except -1:
+    """An option that is on or off, and no other truth value: it decides whether the caller's memory is written to."""
+    if value is not True and value is not False:
+        raise SchemaError(f"expected True or False for {name}, got a {type(value).__qualname__}")
+    return value is True
 
 
 cdef class Encoder:
@@ -124,8 +132,8 @@ cdef class Encoder:
         self.idle = []
         self.target = None if dtype is None else cast_target(dtype)
         self.target_nbytes = 0 if dtype is None else fmm_dtype_infos[<int>self.target].item_nbytes
-        self.inplace = inplace
-        self.dedup = dedup
+        self.inplace = switch("inplace", inplace)
+        self.dedup = switch("dedup", dedup)
         self.threshold_nbytes = whole("threshold", default_threshold() if threshold is None else threshold, 0, 2**63 - 1)
         self.max_depth = <int>whole("max_depth", max_depth, 1, MAX_MAX_DEPTH)
         self.max_frames = whole("max_frames", max_frames, 0, 2**31 - 2)
@@ -175,7 +183,7 @@ cdef class Encoder:
         finally:
             self.give_back(message)
 
-    def encode_into(self, obj, buffer: bytearray) -> list:
+    def encode_into(self, obj, buffer) -> list:
         """Write ``obj`` with the main frame in ``buffer``, which is resized to it: ``[buffer, aux 1, ...]``.
 
         The buffer is unchanged when this fails; it fails when a view of the buffer is still held (a message in flight).
@@ -211,6 +219,8 @@ cdef class Encoder:
             message_start(message)
             ends = []
             for request in requests:
+                if self.oob_tensor_consumer is not None:
+                    message.features = None  # what the consumer says is said to one message
                 written.append(message_walk(message, request))
                 ends.append(message.size)
             message_finish(message)
@@ -240,6 +250,8 @@ cdef class Encoder:
 
     cdef int give_back(self, Message message) except -1:
         message_clear(message)
+        if message.room > KEEP_MAX_NBYTES:
+            message.block = None
         if self.spare is None:
             self.spare = message
         else:
