@@ -1,11 +1,14 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from typing_extensions import disjoint_base
+
 THRESHOLD_VARIABLE: str
 DEFAULT_THRESHOLD: int
 
 def default_threshold() -> int: ...
 
+@disjoint_base
 class Encoder:
     def __init__(
         self,

@@ -1,8 +1,11 @@
 from typing import Any
 
+from typing_extensions import disjoint_base
+
 FACTORIES: dict[tuple[str, str], str]
 MODES: dict[str, dict[str, int]]
 
+@disjoint_base
 class Plan: ...
 
 def enum_value(member: Any) -> Any: ...
