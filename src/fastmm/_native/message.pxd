@@ -75,7 +75,7 @@ cdef int foreign(Message message, object error, str whose) except -1
 
 cdef int make_room(Message message, size_t nbytes) except -1
 cdef int too_deep(Message message) except -1
-cdef int append(Message message, const uint8_t[::1] data) except -1
+cdef int append(Message message, bytes data) except -1
 
 cdef inline int need(Message message, size_t nbytes) except -1:
     """Makes room for more bytes; `data` may move."""

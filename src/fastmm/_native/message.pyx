@@ -3,6 +3,7 @@
 The path is kept as a stack of parts, filled in by whoever goes a level down, and read only when an error needs it.
 """
 
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
@@ -99,9 +100,9 @@ cdef int too_deep(Message message) except -1:
     return fail(message, LimitError, f"expected at most {message.max_depth} levels of nesting (max_depth)")
 
 
-cdef int append(Message message, const uint8_t[::1] data) except -1:
-    need(message, data.shape[0])
-    if data.shape[0]:
-        memcpy(message.data + message.size, &data[0], data.shape[0])
-        message.size += data.shape[0]
+cdef int append(Message message, bytes data) except -1:
+    cdef Py_ssize_t nbytes = PyBytes_GET_SIZE(data)
+    need(message, nbytes)
+    memcpy(message.data + message.size, PyBytes_AS_STRING(data), nbytes)
+    message.size += nbytes
     return 0

@@ -76,11 +76,25 @@ cdef class Payload:
     cdef Payload next_casting  # guards memory that is being cast without the GIL
 
 cdef Payload payload_new(int target, int target_nbytes, bint inplace, bint dedup)
-cdef int payload_start(Payload payload) except -1
 
-# Begins a message; leaves and jobs of the ones before stay, until payload_finish casts for all of them.
-cdef int payload_next(Payload payload, list frames) except -1
-cdef int payload_clear(Payload payload) except -1
+cdef inline int payload_start(Payload payload) except -1:
+    payload.serial = 0
+    payload.nbytes_viewed = 0
+    payload.nbytes_copied = 0
+    payload.nbytes_cast = 0
+    return 0
+
+cdef inline int payload_next(Payload payload, list frames) except -1:
+    """Begins a message; leaves and jobs of the ones before stay, until payload_finish casts for all of them."""
+    payload.frames = frames
+    payload.serial += 1
+    return 0
+
+# Lets go of everything that belongs to a message; there may be nothing.
+cdef int payload_clear_all(Payload payload) except -1
+cdef inline int payload_clear(Payload payload) except -1:
+    payload.frames = None
+    return payload_clear_all(payload) if payload.nleaves or payload.njobs or payload.held else 0
 
 # The aux index of a tensor that travels as it is.
 cdef int payload_frame(Payload payload, Producer producer, PyObject* tensor, TensorView* view) except -1

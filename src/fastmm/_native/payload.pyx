@@ -57,25 +57,10 @@ cdef Payload payload_new(int target, int target_nbytes, bint inplace, bint dedup
     return payload
 
 
-cdef int payload_start(Payload payload) except -1:
-    payload.serial = 0
-    payload.nbytes_viewed = 0
-    payload.nbytes_copied = 0
-    payload.nbytes_cast = 0
-    return 0
-
-
-cdef int payload_next(Payload payload, list frames) except -1:
-    payload.frames = frames
-    payload.serial += 1
-    return 0
-
-
-cdef int payload_clear(Payload payload) except -1:
+cdef int payload_clear_all(Payload payload) except -1:
     """Lets go of everything that belongs to a message.  Dropping references may run code: the fields go first."""
     cdef int i, njobs = payload.njobs
     cdef Job* jobs = payload.jobs
-    payload.frames = None
     if payload.nleaves and payload.table_size:
         memset(payload.table, 0, payload.table_size * sizeof(uint32_t))
     payload.nleaves = 0
@@ -500,7 +485,8 @@ cdef int publish(Payload payload, uint8_t* main) except -1:
         job = &payload.jobs[i]
         if job.offset >= 0 and not job.frame:
             nbytes = job.nelem * payload.target_nbytes
-            memcpy(main + job.offset, job.dst, nbytes)
+            if nbytes:  # an empty tensor may have no memory at all
+                memcpy(main + job.offset, job.dst, nbytes)
             payload.nbytes_copied += nbytes
         if job.replacement is not NULL:
             replace_leaf(&job.slot, job.tensor, <object>job.replacement)

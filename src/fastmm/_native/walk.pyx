@@ -7,7 +7,7 @@ frames, and where they are cast, is payload.pyx's.
 
 import operator
 
-from cpython.dict cimport PyDict_GetItem, PyDict_Next, PyDict_Size
+from cpython.dict cimport PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyTypeObject, Py_TYPE
 from cpython.ref cimport PyObject
@@ -57,14 +57,15 @@ cdef extern from "c/pyscalar.h":
     bint fmm_pylong_small(object item, int64_t* value)
     uint8_t* fmm_put_scalar(uint8_t* p, PyObject* obj)
     cdef enum:
-        FMM_PUT_KEY_MAX_NBYTES
         FMM_PUT_FIELD_MAX_NBYTES
         FMM_PUT_SLICES_MAX_NBYTES
-    bint fmm_takes_scalar(const fmm_field_t* field, PyObject* value)
     uint8_t* fmm_put_key(uint8_t* p, const char* keys, const fmm_field_t* field)
     uint8_t* fmm_put_array_run(uint8_t* p, object obj, const fmm_field_t* fields, int nfields, int* index)
     uint8_t* fmm_put_map_run(uint8_t* p, object obj, const char* keys, const fmm_field_t* fields, int nfields, int* index,
                              int* count, PyObject* unset)
+    uint8_t* fmm_put_attributes_run(
+        uint8_t* p, object attributes, PyObject** names, const char* keys, const fmm_field_t* fields, int nfields,
+        Py_ssize_t* position, int* index, int* count, PyObject* unset, PyObject** value)
     uint8_t* fmm_put_bound(uint8_t* p, PyObject* bound)
     uint8_t* fmm_put_slices(uint8_t* p, PyObject** items, Py_ssize_t nelem, Py_ssize_t* index)
     PyObject* fmm_slot_value(object obj, const fmm_field_t* field)
@@ -368,7 +369,11 @@ cdef int write_dict(Message m, object obj) except -1:
 cdef int write_mapping(Message m, object obj, Plan plan) except -1:
     """Any mapping that is not a dict.  What it makes up is held: addresses stand for objects until the message is done."""
     try:
-        items = obj.data if plan.user_dict and type(obj.data) is dict else dict(obj)
+        if plan.user_dict:
+            items = obj.data
+            if type(items) is dict:
+                return write_dict(m, items)
+        items = dict(obj)
     except Exception as error:
         foreign(m, error, f"reading a {type(obj).__qualname__}")
     m.payload.held.append(items)
@@ -503,30 +508,22 @@ cdef int write_slots(Message m, object obj, Plan plan, Part* part, int* count) e
 
 
 cdef int write_attributes(Message m, object obj, Plan plan, Part* part, int* count) except -1:
-    """Fields that live in the instance's dict, where they lie in the order of the fields, as a rule."""
+    """Fields that live in the instance's dict."""
     cdef object attributes = PyObject_GenericGetDict(obj, NULL)
-    cdef const fmm_field_t* field
-    cdef PyObject* name = NULL
+    cdef PyObject** names = (<PyListObject*><PyObject*>plan.names).ob_item
     cdef PyObject* value = NULL
-    cdef uint8_t* p
-    cdef Py_ssize_t position = 0, before
-    cdef int i
-    for i in range(plan.nfields):
-        field = &plan.fields[i]
+    cdef Py_ssize_t position = 0
+    cdef int i = 0
+    while True:
+        need(m, plan.nfields * FMM_PUT_FIELD_MAX_NBYTES)
+        m.size = fmm_put_attributes_run(
+            m.data + m.size, attributes, names, plan.keys, plan.fields, plan.nfields, &position, &i, count, unset_object,
+            &value) - m.data
+        if i == plan.nfields:
+            return 0
         part.index = i
-        before = position
-        if not (PyDict_Next(attributes, &position, &name, &value) and name is PyList_GET_ITEM(plan.names, i)):
-            position = before
-            value = PyDict_GetItem(attributes, plan.names[i])
-        if value is not NULL and value is not unset_object and field.key_nbytes <= FMM_PUT_KEY_MAX_NBYTES and fmm_takes_scalar(field, value):
-            need(m, FMM_PUT_FIELD_MAX_NBYTES)
-            p = fmm_put_scalar(fmm_put_key(m.data + m.size, plan.keys, field), value)
-            if p is not NULL:
-                m.size = p - m.data
-                count[0] += 1
-                continue
         write_pair(m, obj, plan, i, value, count)
-    return 0
+        i += 1
 
 
 cdef int write_pair(Message m, object obj, Plan plan, int index, PyObject* value, int* count) except -1:

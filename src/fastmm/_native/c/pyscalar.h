@@ -157,6 +157,32 @@ static inline uint8_t *fmm_put_map_run(uint8_t *p, PyObject *obj, const char *ke
     return p;
 }
 
+/* The same for attributes that live in the instance's dict, where they lie in the order of the fields, as a rule: *position
+ * walks with them. *value is that of the field that ends the run, borrowed; NULL when the instance lacks it. */
+static inline uint8_t *fmm_put_attributes_run(uint8_t *p, PyObject *dict, PyObject *const *names, const char *keys,
+                                              const fmm_field_t *fields, int nfields, Py_ssize_t *position, int *index,
+                                              int *count, PyObject *unset, PyObject **value)
+{
+    int i = *index;
+    for (; i < nfields; i++) {
+        const fmm_field_t *field = &fields[i];
+        const Py_ssize_t before = *position;
+        PyObject *name;
+        if (!PyDict_Next(dict, position, &name, value) || name != names[i]) {
+            *position = before;
+            *value = PyDict_GetItem(dict, names[i]);
+        }
+        if (*value == NULL || *value == unset || field->key_nbytes > FMM_PUT_KEY_MAX_NBYTES) break;
+        if (!fmm_takes_scalar(field, *value)) break;
+        uint8_t *after = fmm_put_scalar(fmm_put_key(p, keys, field), *value);
+        if (after == NULL) break;
+        p = after;
+        ++*count;
+    }
+    *index = i;
+    return p;
+}
+
 /* Writes a slice's bound; NULL when it is neither None nor a small int. */
 static inline uint8_t *fmm_put_bound(uint8_t *p, PyObject *bound)
 {
@@ -210,15 +236,10 @@ static inline uint8_t *fmm_put_slices(uint8_t *p, PyObject *const *items, Py_ssi
 /* How many of the items, from the first on, are the very same object: a placeholder's token, repeated. */
 static inline Py_ssize_t fmm_same_run(PyObject *const *items, Py_ssize_t nelem)
 {
+    const Py_ssize_t step = 128; /* equal to itself, one item further on: all are the same */
     Py_ssize_t run = 1;
-    const uintptr_t first = (uintptr_t)items[0];
-    while (run + 8 <= nelem) {
-        uintptr_t other = 0;
-        for (int i = 0; i < 8; i++) other |= (uintptr_t)items[run + i] ^ first;
-        if (other) break;
-        run += 8;
-    }
-    while (run < nelem && (uintptr_t)items[run] == first) run++;
+    while (run + step <= nelem && memcmp(&items[run - 1], &items[run], (size_t)step * sizeof *items) == 0) run += step;
+    while (run < nelem && items[run] == items[0]) run++;
     return run;
 }
 
