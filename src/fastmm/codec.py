@@ -94,7 +94,7 @@ def encode_request(
     -------
     list
         ``main`` is ``bytes``, or a `Frame` from 32 KiB on. Each aux frame is a `Frame` that views, and keeps, the tensor's
-        own memory; write to a tensor only when its frames are sent.
+        own memory; write to a tensor, or ``resize_()`` it, only when its frames are sent.
 
     Raises
     ------

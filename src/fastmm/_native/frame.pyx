@@ -12,7 +12,9 @@ cdef class Frame:
     """A read-only, one-dimensional view of bytes (format ``"B"``) that owns what it views.
 
     Frames come from `fastmm.encode_request` and go to ``socket.send_multipart(frames, copy=False)``.  The memory behind a
-    frame stays as long as anybody holds the frame or a buffer taken from it (pyzmq, a memoryview).
+    frame stays as long as anybody holds the frame or a buffer taken from it (pyzmq, a memoryview).  What would move the memory
+    itself is the owner's business: do not ``resize_()`` a tensor to a larger size while its frames are on their way.  Frames
+    are not seen by the cycle collector: an object that is kept by a frame and keeps that frame is never freed.
     """
 
     def __cinit__(self):

@@ -106,11 +106,6 @@ cdef int message_start(Message m) except -1:
     m.size = 0
     m.from_hook = False
     payload_start(m.payload)
-    if m.oob_tensor_consumer is not None:
-        try:
-            m.oob_tensor_consumer.new_message()
-        except Exception as error:
-            foreign(m, error, "the out-of-band consumer's new_message")
     return 0
 
 
@@ -120,6 +115,11 @@ cdef list message_walk(Message m, object obj):
     if m.memo_used:
         memset(m.memo, 0, sizeof(m.memo))
         m.memo_used = False
+    if m.oob_tensor_consumer is not None:
+        try:
+            m.oob_tensor_consumer.new_message()
+        except Exception as error:
+            foreign(m, error, "the out-of-band consumer's new_message")
     payload_next(m.payload, m.frames)
     write_value(m, obj, 0)
     return m.frames
