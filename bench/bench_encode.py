@@ -2,9 +2,9 @@
 
     python -m bench.bench_encode [--json FILE] [--rounds N]
 
-The rows with a bar are those of the project's table: one tensor of bfloat16 patches per image, 16 text ids. "as served" adds
-what a server's request has beside: an id per placeholder, a grid tensor per image, sampling parameters. Both encoders get
-the very same vLLM objects, and must write the very same bytes before anything is timed.
+A prompt is 2,048 ids long, the images' placeholders among them. An image is a bfloat16 tensor of patches, a slice of one
+batch, and a small tensor with its grid. "as served" adds sampling parameters. Both encoders get the very same vLLM objects,
+and must write the very same bytes before anything is timed.
 
 The second table is what a clever user writes by hand: plain dicts of numpy views, msgspec with a hook that collects the
 buffers. It carries the same ids, field metadata and payloads, not on vLLM's wire.
@@ -23,7 +23,7 @@ import numpy as np
 
 import fastmm
 
-from .support import Bar, Evictor, Record, alone, cold, figures, judged, quiet, show_table, warm
+from .support import ROUNDS, Bar, Evictor, Record, alone, cold, figures, judged, quiet, show_table, warm
 
 WIDTH = 1176  # of a patch: 14 x 14 x 3 x 2
 # images, patches of one, the bar warm, the bar cold
@@ -78,7 +78,6 @@ def build(case: str, classes: SimpleNamespace) -> Any:
     import torch
 
     images, patches = ROWS[case][:2]
-    served = case.endswith("as served")
     pixels = torch.arange(images * patches * WIDTH, dtype=torch.int32).to(torch.bfloat16).reshape(-1, WIDTH)
     bounds = [(i * patches, (i + 1) * patches) for i in range(images)]
 
@@ -86,22 +85,23 @@ def build(case: str, classes: SimpleNamespace) -> Any:
         return classes.flat(slices=[(slice(*pair),) for pair in bounds], dim=0)
 
     one, grid_field = field(), classes.batched(keep_on_cpu=True)
-    ids = [(i * 7919) % 151_000 for i in range(2048 if case == "text, 2,048 ids" else 16)]
+    length = patches // 4  # placeholders of an image: 2 x 2 patches each
+    count = 16 if case == "text, 16 ids" else 2048
+    ids = [(i * 7919) % 151_000 for i in range(count - images * length)]
     features = []
     for i, pair in enumerate(bounds):
-        item = {"pixel_values": classes.elem(data=pixels[slice(*pair)], field=field() if "a slices list each" in case else one)}
-        length = patches // 4
-        position = classes.placeholder(offset=i * length, length=length)
-        if served:
-            position = classes.placeholder(offset=len(ids), length=length)
-            ids += [151_655] * length
-            item["image_grid_thw"] = classes.elem(data=torch.tensor([1, patches // 8, 8]), field=grid_field)
+        item = {
+            "pixel_values": classes.elem(data=pixels[slice(*pair)], field=field() if "a slices list each" in case else one),
+            "image_grid_thw": classes.elem(data=torch.tensor([1, patches // 8, 8]), field=grid_field),
+        }
+        position = classes.placeholder(offset=len(ids), length=length)
+        ids += [151_655] * length
         features.append(
             classes.feature(
                 data=classes.item(item), modality="image", identifier=f"{i:064x}", mm_position=position, mm_hash=f"{i:064x}"
             )
         )
-    more = {"sampling_params": classes.sampling(temperature=0.7, max_tokens=512)} if served else {}
+    more = {"sampling_params": classes.sampling(temperature=0.7, max_tokens=512)} if case.endswith("as served") else {}
     return classes.request(
         request_id="request-1", prompt_token_ids=ids, mm_features=features or None, arrival_time=1764430000.25, **more
     )
@@ -122,13 +122,13 @@ def against_vllm(case: str, rounds: int | None, evict: Evictor) -> list[Record]:
     if not frame_bytes(ours.encode(request)) == frame_bytes(plain.encode(request)) == frame_bytes(theirs.encode(request)):
         raise SystemExit(f"not timed: the frames of {case!r} differ")
     calls = {"vLLM": lambda: theirs.encode(request), "fastmm": lambda: ours.encode(request)}
-    slow = ROWS[case][0] >= 256
+    slow = ROWS[case][0] >= 64
     records = []
     for caches, factor in zip(("warm", "cold"), ROWS[case][2:], strict=True):
         if caches == "warm":
-            seconds = warm(calls, rounds or (9 if slow else 25))
+            seconds = warm(calls, rounds or (15 if slow else ROUNDS))
         else:
-            seconds = cold(calls, rounds or (9 if slow else 25), evict)
+            seconds = cold(calls, rounds or (11 if slow else 31), evict)
         what = {"bench": "encode", "case": case, "caches": caches}
         records += figures(seconds, **what) + judged(seconds, [Bar("fastmm", "vLLM", factor)], **what)
     return records
@@ -147,6 +147,8 @@ class ByHand:
         self.buffers: list[Any] = []
 
     def hook(self, array: np.ndarray) -> Any:
+        if array.nbytes < 256:
+            return (array.dtype.str, array.shape, array.tobytes())
         self.buffers.append(array.data)
         return (array.dtype.str, array.shape, len(self.buffers))
 
@@ -162,18 +164,20 @@ def plain_tree(request: Any) -> dict[str, Any]:
     slices: dict[int, list[Any]] = {}  # one list per field object, as by hand
 
     def field(value: Any) -> list[Any]:
+        if not hasattr(value, "slices"):
+            return ["batched"]
         rows = slices.setdefault(id(value), [[[s.start, s.stop, s.step] for s in row] for row in value.slices])
         return ["flat", rows, value.dim]
+
+    def array(tensor: torch.Tensor) -> np.ndarray:
+        return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
     return {
         "request_id": request.request_id,
         "prompt_token_ids": request.prompt_token_ids,
         "mm_features": [
             {
-                "data": {
-                    key: {"data": elem.data.view(torch.uint16).numpy(), "field": field(elem.field)}
-                    for key, elem in feature.data.items()
-                },
+                "data": {key: {"data": array(elem.data), "field": field(elem.field)} for key, elem in feature.data.items()},
                 "modality": feature.modality,
                 "identifier": feature.identifier,
                 "offset": feature.mm_position.offset,
@@ -193,7 +197,7 @@ def against_hand(case: str, rounds: int | None) -> list[Record]:
     if frame_bytes(ours.encode(request)[1:]) != frame_bytes(hand.encode(tree)[1:]):
         raise SystemExit(f"not timed: the payloads of {case!r} differ")
     calls = {"msgspec by hand": lambda: hand.encode(tree), "fastmm": lambda: ours.encode(request)}
-    seconds = warm(calls, rounds or 25)
+    seconds = warm(calls, rounds or ROUNDS)
     what = {"bench": "encode by hand", "case": case, "caches": "warm"}
     bar = Bar("fastmm", "msgspec by hand", HAND_BARS[case])
     return figures(seconds, **what) + judged(seconds, [bar], **what)

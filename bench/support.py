@@ -26,7 +26,8 @@ from fastmm._native.cast import available_isas, selected_isa
 Record = dict[str, Any]
 Call = Callable[[], object]
 
-SAMPLE_SECONDS = 1e-3  # short calls are repeated up to this, so that the clock does not show
+SAMPLE_SECONDS = 2e-4  # short calls are repeated up to this: the clock does not show, and few samples are interrupted
+ROUNDS = 51
 COLD_NBYTES = 192 << 20  # of copy traffic before each cold call: nothing of the request is left in a cache
 
 
@@ -91,12 +92,19 @@ def warm(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
+def nothing() -> None:
+    pass
+
+
 def cold(calls: dict[str, Call], rounds: int, evict: Evictor) -> dict[str, list[float]]:
-    """The same, with `evict` before each single call."""
+    """The same, with `evict` before each single call. The clock, and Python's way into a call, are made warm again: they
+    would cost either side some microseconds that are not its own."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             evict()
+            for _ in range(3):
+                seconds_of(nothing, 1)
             start = time.perf_counter()
             call()
             seconds[name].append(time.perf_counter() - start)
