@@ -163,6 +163,21 @@ def test_limits_hold_for_each_message():
         encode_requests(requests, max_frames=3)
 
 
+def test_a_consumer_hears_of_each_message():
+    class Consumer:
+        messages = 0
+
+        def new_message(self):
+            self.messages += 1
+
+        def __call__(self, tensor):
+            return {"message": self.messages}
+
+    consumer = Consumer()
+    together = Encoder(oob_tensor_consumer=consumer).encode_many([request(torch.ones(1000)), request(torch.ones(1000))])
+    assert [unpacked(frames)[2][0]["data"]["pixel_values"]["data"][2]["message"] for frames in together] == [1, 2]
+
+
 def test_a_hook_that_takes_the_shared_list_apart_ends_in_no_crash():
     in_fresh_process("""
 import gc, numpy as np, fastmm

@@ -89,7 +89,7 @@ cdef extern from "Python.h":
         PyObject** ob_item
 
 cdef enum:
-    IDS_CHUNK = 128
+    IDS_CHUNK = 240  # token ids, or slices, at a time; a multiple of what the kernel packs in a step
     BLOCK_MIN_NBYTES = 32 << 10
 
 cdef fmm_pack_ids_fn_t pack_ids = NULL
@@ -286,15 +286,17 @@ cdef inline int write_run(Message m, object obj, int mode, Py_ssize_t nelem, Py_
     cdef PyTypeObject* cls = Py_TYPE(<object>items[index[0]])
     cdef uint32_t ids[IDS_CHUNK]
     cdef Py_ssize_t i = index[0], chunk
+    cdef int64_t value
     cdef uint8_t* p
     if cls is <PyTypeObject*>int:
-        while nelem - i > 3:
+        while nelem - i > 3 and Py_TYPE(<object>items[i]) is <PyTypeObject*>int:
             chunk = min(nelem - i, IDS_CHUNK)
-            if items[i] is items[i + chunk - 1] and items[i] is items[i + chunk // 2]:
+            if (items[i] is items[i + chunk - 1] and items[i] is items[i + chunk // 2]
+                    and fmm_pylong_small(<object>items[i], &value)):
                 chunk = fmm_same_run(items + i, nelem - i)
                 need(m, (chunk + 1) * FMM_WRITE_MAX_NBYTES)
                 p = m.data + m.size
-                write_int(m, <object>items[i])
+                m.size = fmm_write_int(p, value) - m.data
                 m.size = fmm_repeat(p, m.data + m.size - p, chunk) - m.data
             elif fmm_gather_ids(items + i, chunk, ids):
                 need(m, chunk * FMM_PACK_ID_MAX_NBYTES + FMM_PACK_IDS_SLACK_NBYTES)
