@@ -24,73 +24,56 @@ uint8_t *fmm_pack_ids_scalar(uint8_t *p, const uint32_t *ids, size_t nelem)
 
 #include <immintrin.h>
 
-#define PACK_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")))
+#define PACK_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")))
 
-/* Sixteen ids below 65536 in lanes of four bytes: tag and number are laid out in each lane, the unused bytes squeezed
- * out. */
-PACK_TARGET static inline uint8_t *pack_16_narrow(uint8_t *p, __m512i id)
+/* Ids of one step: each takes five bytes of a register, tag first, before the unused ones are squeezed out. */
+#define PACK_STEP 12
+
+/* Where the five bytes of an id come from: byte 0 of its lane of tags (64 and up), then its own bytes, high to low. */
+#define PACK_ID(lane) 64 + 4 * (lane), 4 * (lane) + 3, 4 * (lane) + 2, 4 * (lane) + 1, 4 * (lane)
+static const uint8_t pack_order[64] __attribute__((aligned(64))) = {
+    PACK_ID(0), PACK_ID(1), PACK_ID(2), PACK_ID(3), PACK_ID(4),  PACK_ID(5),
+    PACK_ID(6), PACK_ID(7), PACK_ID(8), PACK_ID(9), PACK_ID(10), PACK_ID(11),
+};
+/* Bit 0, 1, 2, 3, 4 of every group of five. */
+#define PACK_EVERY_FIFTH UINT64_C(0x0084210842108421)
+
+PACK_TARGET static inline uint8_t *pack_step(uint8_t *p, __m512i id, unsigned nelem, __m512i order)
 {
     const __mmask16 over_7_bits = _mm512_cmpgt_epu32_mask(id, _mm512_set1_epi32(0x7f));
     const __mmask16 over_8_bits = _mm512_cmpgt_epu32_mask(id, _mm512_set1_epi32(0xff));
-    const __m512i one = _mm512_or_si512(_mm512_slli_epi32(id, 8), _mm512_set1_epi32(0xcc));
-    const __m512i high = _mm512_and_si512(id, _mm512_set1_epi32(0xff00));
-    const __m512i two = _mm512_or_si512(_mm512_or_si512(_mm512_slli_epi32(id, 16), high), _mm512_set1_epi32(0xcd));
-    __m512i lanes = _mm512_mask_mov_epi32(id, over_7_bits, one);
-    __m512i used = _mm512_mask_mov_epi32(_mm512_set1_epi32(0xff), over_7_bits, _mm512_set1_epi32(0xffff));
-    lanes = _mm512_mask_mov_epi32(lanes, over_8_bits, two);
-    used = _mm512_mask_mov_epi32(used, over_8_bits, _mm512_set1_epi32(0xffffff));
-    const __mmask64 keep = _mm512_movepi8_mask(used);
-    _mm512_storeu_si512(p, _mm512_maskz_compress_epi8(keep, lanes));
-    return p + _mm_popcnt_u64(keep);
-}
-
-/* Eight ids of any size in lanes of eight bytes. */
-PACK_TARGET static inline uint8_t *pack_8_wide(uint8_t *p, __m256i narrow)
-{
-    const __m512i id = _mm512_cvtepu32_epi64(narrow);
-    /* Bytes of each lane, reversed within four: the big-endian number, from the lane's second byte on. */
-    const __m512i reverse = _mm512_set_epi64(0x3838383838393a3b, 0x3030303030313233, 0x2828282828292a2b,
-                                             0x2020202020212223, 0x1818181818191a1b, 0x1010101010111213,
-                                             0x0808080808090a0b, 0x0000000000010203);
-    const __m512i big = _mm512_permutexvar_epi8(reverse, id); /* bytes 4 to 7 of a lane are rubbish */
-    const __m512i four = _mm512_or_si512(
-        _mm512_and_si512(_mm512_slli_epi64(big, 8), _mm512_set1_epi64(0xffffffff00)), _mm512_set1_epi64(0xce));
-    const __m512i two = _mm512_or_si512(
-        _mm512_and_si512(_mm512_srli_epi64(big, 8), _mm512_set1_epi64(0xffff00)), _mm512_set1_epi64(0xcd));
-    const __m512i one = _mm512_or_si512(_mm512_slli_epi64(id, 8), _mm512_set1_epi64(0xcc));
-    const __mmask8 over_7_bits = _mm512_cmpgt_epu64_mask(id, _mm512_set1_epi64(0x7f));
-    const __mmask8 over_8_bits = _mm512_cmpgt_epu64_mask(id, _mm512_set1_epi64(0xff));
-    const __mmask8 over_16_bits = _mm512_cmpgt_epu64_mask(id, _mm512_set1_epi64(0xffff));
-    __m512i lanes = _mm512_mask_mov_epi64(id, over_7_bits, one);
-    __m512i used = _mm512_mask_mov_epi64(_mm512_set1_epi64(0xff), over_7_bits, _mm512_set1_epi64(0xffff));
-    lanes = _mm512_mask_mov_epi64(lanes, over_8_bits, two);
-    used = _mm512_mask_mov_epi64(used, over_8_bits, _mm512_set1_epi64(0xffffff));
-    lanes = _mm512_mask_mov_epi64(lanes, over_16_bits, four);
-    used = _mm512_mask_mov_epi64(used, over_16_bits, _mm512_set1_epi64(0xffffffffff));
-    const __mmask64 keep = _mm512_movepi8_mask(used);
-    _mm512_storeu_si512(p, _mm512_maskz_compress_epi8(keep, lanes));
-    return p + _mm_popcnt_u64(keep);
+    const __mmask16 over_16_bits = _mm512_cmpgt_epu32_mask(id, _mm512_set1_epi32(0xffff));
+    __m512i tags = _mm512_set1_epi32(0xcc);
+    tags = _mm512_mask_mov_epi32(tags, over_8_bits, _mm512_set1_epi32(0xcd));
+    tags = _mm512_mask_mov_epi32(tags, over_16_bits, _mm512_set1_epi32(0xce));
+    const __m512i spread = _mm512_permutex2var_epi8(id, order, tags);
+    /* The last byte of an id is always kept, the one before from 256 on, the two before that from 65536 on. */
+    const uint64_t high = _pdep_u64(over_16_bits, PACK_EVERY_FIFTH);
+    const uint64_t keep = _pdep_u64(over_7_bits, PACK_EVERY_FIFTH) | high << 1 | high << 2 |
+                          _pdep_u64(over_8_bits, PACK_EVERY_FIFTH) << 3 | PACK_EVERY_FIFTH << 4;
+    const uint64_t used = _bzhi_u64(keep, 5 * nelem);
+    _mm512_storeu_si512(p, _mm512_maskz_compress_epi8(used, spread));
+    return p + _mm_popcnt_u64(used);
 }
 
 PACK_TARGET static uint8_t *pack_ids_avx512(uint8_t *p, const uint32_t *ids, size_t nelem)
 {
-    while (nelem >= 16) {
-        const __m512i id = _mm512_loadu_si512(ids);
-        if (_mm512_cmpgt_epu32_mask(id, _mm512_set1_epi32(0xffff))) {
-            p = pack_8_wide(p, _mm512_castsi512_si256(id));
-            p = pack_8_wide(p, _mm512_extracti64x4_epi64(id, 1));
-        } else {
-            p = pack_16_narrow(p, id);
-        }
-        ids += 16;
-        nelem -= 16;
+    const __m512i order = _mm512_load_si512(pack_order);
+    for (; nelem >= 16; ids += PACK_STEP, nelem -= PACK_STEP) /* a load takes sixteen, of which four come again */
+        p = pack_step(p, _mm512_loadu_si512(ids), PACK_STEP, order);
+    while (nelem > 0) {
+        const unsigned step = nelem < PACK_STEP ? (unsigned)nelem : PACK_STEP;
+        p = pack_step(p, _mm512_maskz_loadu_epi32((__mmask16)((1u << step) - 1), ids), step, order);
+        ids += step;
+        nelem -= step;
     }
-    return fmm_pack_ids_scalar(p, ids, nelem);
+    return p;
 }
 
 fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa)
 {
-    if (strcmp(isa, "avx512") == 0 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2"))
+    if (strcmp(isa, "avx512") == 0 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+        __builtin_cpu_supports("bmi2"))
         return pack_ids_avx512;
     return fmm_pack_ids_scalar;
 }
