@@ -79,7 +79,7 @@ cdef int payload_clear_all(Payload payload) except -1:
             Py_XDECREF(jobs[i].block)
         free(jobs)
     if payload.held:
-        payload.held = []
+        payload.held.clear()
     return 0
 
 

@@ -437,6 +437,7 @@ cdef int write_struct(Message m, object obj, Plan plan) except -1:
         memo.offset = start
         memo.nbytes = m.size - start
         m.memo_used = True
+        m.payload.held.append(obj)  # its address stands for it until the message is done
     return 0
 
 
