@@ -8,8 +8,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.memory import in_fresh_process
 
-from fastmm import EncodeError, Encoder, FastmmError, SchemaError
+from fastmm import EncodeError, Encoder, FastmmError, SchemaError, available_isas
 
 msgspec = pytest.importorskip("msgspec")
 
@@ -201,3 +202,19 @@ def test_a_run_at_the_very_end_of_the_room(before, count):
     tree = ["x" * before, *[(slice(i, 2**40),) for i in range(count)], [2**32 - 1] * count, list(range(70_000, 70_000 + count))]
     encoder = Encoder()
     assert bytes(encoder.encode(tree)[0]) == msgspec.msgpack.encode(plain(tree))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_ids_are_the_same_by_every_kernel(isa):
+    in_fresh_process(f"""
+import os, random
+os.environ["FASTMM_ISA"] = {isa!r}
+import fastmm, msgspec
+assert fastmm.selected_isa() == {isa!r}
+encoder, rng = fastmm.Encoder(), random.Random(5)
+edges = [1, 127, 128, 255, 256, 65535, 65536, 2**24, 2**30 - 1]
+for top in (127, 255, 65535, 152064, 2**24, 2**30 - 1, None):
+    for count in (*range(4, 80), 127, 128, 129, 500, 1000):
+        ids = [rng.choice(edges) if top is None else rng.randint(1, top) for _ in range(count)]
+        assert bytes(encoder.encode(ids)[0]) == msgspec.msgpack.encode(ids), (top, count)
+""")

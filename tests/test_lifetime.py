@@ -102,6 +102,7 @@ def test_the_memory_is_free_as_soon_as_the_last_frame_is_gone(kind):
     assert gone == [1]
 
 
+@pytest.mark.no_asan
 def test_the_batch_is_free_when_the_last_of_its_rows_is_gone():
     in_fresh_process("""
 import gc, torch, fastmm
@@ -457,6 +458,7 @@ def test_the_same_frames_may_be_sent_twice():
     assert same_bytes(frames) == same_bytes(frames)
 
 
+@pytest.mark.no_asan
 def test_the_leak_counter_sees_a_leak():
     """The measure of the tests above, on something that leaks."""
     before = resident_nbytes()

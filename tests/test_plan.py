@@ -61,6 +61,7 @@ def test_a_struct_type_can_go():
     assert gone() is None
 
 
+@pytest.mark.no_asan
 def test_ten_thousand_types_one_after_the_other_leave_nothing_behind():
     def round_of(start):
         for index in range(start, start + 1000):
