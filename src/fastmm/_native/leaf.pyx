@@ -2,7 +2,6 @@
 
 import msgpack
 
-from cpython.list cimport PyList_GET_SIZE
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, int8_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -48,7 +47,7 @@ cdef enum:
 cdef int write_tensor(Message m, object obj, Plan plan, int mode) except -1:
     """`[dtype, shape, data]`; data is inline, an aux index, or what an out-of-band consumer says."""
     cdef TensorView view
-    cdef object held = obj  # torch lets go of the GIL now and then
+    cdef object _held = obj  # torch lets go of the GIL now and then
     view.holder = NULL
     try:
         tensor_view(plan.producer, <PyObject*>obj, &view)

@@ -7,17 +7,13 @@ on the type.  Two things DLPack does not say are asked of torch itself: whether 
 
 cimport numpy as cnp
 from cpython.memoryview cimport PyMemoryView_FromObject, PyMemoryView_GET_BUFFER
-from cpython.object cimport PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport int64_t, uint8_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from fastmm.errors import SchemaError
 from fastmm.schema import WireTensor
-
-from .frame cimport frame_new
 
 cnp.import_array()
 

@@ -26,8 +26,8 @@ from .message cimport (
 )
 from .payload cimport payload_finish, payload_next, payload_repeat, payload_start
 from .plan cimport (
-    FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST, KIND_MAPPING, KIND_NUMBER,
-    KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
+    FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST,
+    KIND_MAPPING, KIND_NUMBER, KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
     KIND_UNSET, Plan, fmm_field_t, plan_of, unset_object,
 )
 from .pool cimport block_acquire
@@ -158,7 +158,7 @@ cdef int write_value(Message m, object obj, int mode) except -1:
 
 cdef int check_payload(Message m, object obj, PyTypeObject* cls) except -1:
     """The data of a field element: what the engine's decoder takes there, and nothing else."""
-    cdef object held = obj
+    cdef object _held = obj
     cdef Plan plan = <Plan>plan_of(cls)
     if plan.kind not in (KIND_TENSOR, KIND_LIST, KIND_TUPLE, KIND_NUMBER, KIND_CONVERT, KIND_UNKNOWN):
         fail(m, SchemaError, f"expected a tensor, a number, or a list of these, got a {type(obj).__qualname__}")
@@ -166,7 +166,7 @@ cdef int check_payload(Message m, object obj, PyTypeObject* cls) except -1:
 
 
 cdef int write_planned(Message m, object obj, int mode) except -1:
-    cdef object held = obj  # from here on its own code may run, and empty whatever holds it
+    cdef object _held = obj  # from here on its own code may run, and empty whatever holds it
     cdef Plan plan = <Plan>plan_of(Py_TYPE(obj))
     if plan.kind == KIND_STRUCT:
         return write_struct(m, obj, plan)
@@ -497,7 +497,6 @@ cdef int write_map_fields(Message m, object obj, Plan plan) except -1:
 
 
 cdef int write_slots(Message m, object obj, Plan plan, Part* part, int* count) except -1:
-    cdef PyObject* value
     cdef int i = 0
     while True:
         need(m, plan.nfields * FMM_PUT_FIELD_MAX_NBYTES)
@@ -570,7 +569,7 @@ cdef void put_count(Message m, Plan plan, size_t header, int count) noexcept:
 
 cdef int write_features(Message m, object features) except -1:
     """The features of a request.  A sibling of the last request, with the very same list, copies what that one wrote."""
-    cdef object held = features
+    cdef object _held = features
     cdef size_t offset = m.size
     if features is m.features and PyList_GET_SIZE(m.frames) == 1:
         need(m, m.features_nbytes)
