@@ -99,6 +99,9 @@ def test_limits_of_elements_frames_and_bytes():
         {"max_frames": -1},
         {"max_elements": 1.5},
         {"max_payload_nbytes": -1},
+        {"copy": 1},
+        {"copy": "no"},
+        {"tensors": ["torch"]},
         {"oob_tensor_provider": 5},
         {"type": complex},
         {"type": list[complex]},
@@ -110,6 +113,34 @@ def test_limits_of_elements_frames_and_bytes():
 def test_options_are_checked(options):
     with pytest.raises(SchemaError):
         Decoder(**options)
+
+
+def test_a_limit_is_any_whole_number():
+    with pytest.raises(LimitError, match="max_elements"):
+        Decoder(list[int], max_elements=np.int64(9)).decode(raw.pack([1] * 10))
+    assert Decoder(list[int], max_frames=0, max_payload_nbytes=0).decode(raw.pack([1])) == [1]
+
+
+def test_a_decoder_is_whole_from_the_start_and_stays_as_it_was_made():
+    assert isinstance(Decoder.__new__(Decoder, list[str]).decode(b"\x91\xa1x"), list)
+    with pytest.raises(TruncatedError):
+        Decoder.__new__(Decoder).decode(b"")
+
+    def provider(dtype, shape, meta):
+        decoder.__init__(None)  # ignored, as by every object that is made whole by __new__
+        return np.zeros(shape, dtype)
+
+    decoder = Decoder(tensors="numpy", oob_tensor_provider=provider)
+    for _ in range(2):
+        assert data_of(decoder.decode(raw.item(data=["float32", [2], {"at": 1}]))).tolist() == [0, 0]
+
+
+def test_elements_of_slices_count_once():
+    slices = [[[0, 1, None]] * 8] * 1000
+    message = raw.item(data=None, field=["flat", {"keep_on_cpu": False, "slices": slices, "dim": 0}])
+    assert decode(message, max_elements=34_100).mm_features
+    with pytest.raises(LimitError, match="max_elements"):
+        decode(message, max_elements=33_000)
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from .decode_state cimport (
     FMM_KIND_MAP,
     FMM_KIND_NIL,
     FMM_KIND_STR,
+    FMM_OK,
     STEP_FIELD,
     STEP_KEY,
     DecodeState,
@@ -51,6 +52,7 @@ from .decode_state cimport (
     fail_truncated,
     fmm_kind_of,
     fmm_kind_t,
+    fmm_read_array,
     fmm_read_bin,
     fmm_read_ext,
     fmm_read_float,
@@ -502,14 +504,15 @@ cdef object read_slices(DecodeState* s, int level):
 
 
 cdef object read_slice_or_list(DecodeState* s, int level):
-    cdef fmm_reader_t here = s.reader
-    cdef const uint8_t* at = here.cur
-    cdef uint32_t nelem = read_array(s)
-    if nelem == 0 or fmm_kind_of(s.reader.cur[0]) == FMM_KIND_ARRAY:
+    cdef fmm_reader_t ahead = s.reader
+    cdef const uint8_t* at = s.reader.cur
+    cdef uint32_t nelem = 0
+    # A look at the first element: whoever reads the array counts its elements.
+    if fmm_read_array(&ahead, &nelem) == FMM_OK and (nelem == 0 or fmm_kind_of(ahead.cur[0]) == FMM_KIND_ARRAY):
         if level:
             fail(s, at, "expected a slice [start, stop, step], got a list of them, nested too deep")
-        s.reader = here
         return read_slices(s, level + 1)
+    nelem = read_array(s)
     if nelem != 3:
         fail(s, at, f"expected a slice [start, stop, step], got an array of {nelem}")
     enter(s)

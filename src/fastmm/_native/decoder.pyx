@@ -15,6 +15,7 @@ from .decode_plan cimport DecodePlan, any_plan, decode_plan_of
 from .decode_state cimport FIELD_MEMOS, MAX_DEPTH, DecodeState, FrameView, Step, fail
 from .decode_tree cimport read_any, read_value
 from .frame cimport Frame
+from .options cimport choice, switch, whole
 from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE
 
 cdef enum:
@@ -22,7 +23,7 @@ cdef enum:
     MAX_INT64 = 0x7FFFFFFFFFFFFFFF
 
 cdef dict FAMILIES = {"torch": FAMILY_EXCHANGE, "numpy": FAMILY_NUMPY, "wire": FAMILY_WIRE}
-cdef tuple TOKEN_IDS = ("list", "array")
+cdef dict TOKEN_IDS = {"list": False, "array": True}
 
 
 @cython.final
@@ -97,24 +98,21 @@ cdef class Decoder:
     cdef unsigned long long nbytes_viewed
     cdef unsigned long long nbytes_copied
 
-    def __init__(self, type=EngineCoreRequest, *, tensors="torch", token_ids="list", copy=False, oob_tensor_provider=None,
-                 max_depth=64, max_elements=1 << 24, max_frames=65536, max_payload_nbytes=None):
-        if tensors not in FAMILIES:
-            raise SchemaError(f"expected tensors to be one of {', '.join(FAMILIES)}, got {tensors!r}")
-        if token_ids not in TOKEN_IDS:
-            raise SchemaError(f"expected token_ids to be one of {', '.join(TOKEN_IDS)}, got {token_ids!r}")
+    # Not __init__: an object without options must not exist, and those of one at work must not change.
+    def __cinit__(self, type=EngineCoreRequest, *, tensors="torch", token_ids="list", copy=False, oob_tensor_provider=None,
+                  max_depth=64, max_elements=1 << 24, max_frames=65536, max_payload_nbytes=None):
+        self.family = choice("tensors", tensors, FAMILIES)
+        self.ids_as_array = choice("token_ids", token_ids, TOKEN_IDS)
+        self.copy_data = switch("copy", copy)
         if oob_tensor_provider is not None and not callable(oob_tensor_provider):
             raise SchemaError("expected oob_tensor_provider to be callable")
-        self.plan = any_plan if type is None else decode_plan_of(type)
-        self.family = FAMILIES[tensors]
-        self.ids_as_array = token_ids == "array"
-        self.copy_data = bool(copy)
         self.provider = oob_tensor_provider
-        self.max_depth = limit("max_depth", max_depth, MAX_DEPTH)
-        self.max_elements = limit("max_elements", max_elements, (1 << 63) - 1)
-        self.max_frames = limit("max_frames", max_frames, (1 << 63) - 1)
-        self.max_payload_nbytes = -1 if max_payload_nbytes is None else limit(
-            "max_payload_nbytes", max_payload_nbytes, (1 << 63) - 1)
+        self.max_depth = <int>whole("max_depth", max_depth, 1, MAX_DEPTH)
+        self.max_elements = whole("max_elements", max_elements, 0, MAX_INT64)
+        self.max_frames = whole("max_frames", max_frames, 0, MAX_INT64)
+        self.max_payload_nbytes = (
+            -1 if max_payload_nbytes is None else whole("max_payload_nbytes", max_payload_nbytes, 0, MAX_INT64))
+        self.plan = any_plan if type is None else decode_plan_of(type)
 
     @property
     def counters(self):
@@ -175,13 +173,6 @@ cdef class Decoder:
                 Py_XDECREF(views[i].copy)
             if views is not few:
                 free(views)
-
-
-cdef object limit(str name, object value, object most):
-    """An option that bounds something, checked."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise SchemaError(f"expected {name} to be an int from 1 to {most}, got {value!r}")
-    return value
 
 
 cdef int64_t open_frames(Decoder decoder, tuple parts, FrameView* views) except -1:
