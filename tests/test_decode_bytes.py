@@ -17,6 +17,7 @@ from support.families import fastmm_family
 from support.golden_cases import CASES
 from support.reference import reference_encode
 
+from fastmm._native.cast import available_isas
 from fastmm._native.decoder import Decoder
 from fastmm.errors import DecodeError, TruncatedError
 from fastmm.schema import EngineCoreOutputs, EngineCoreRequest
@@ -196,17 +197,37 @@ print(digest.hexdigest())
 """
 
 
+def with_isa(isa, code):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"FASTMM_ISA": isa},
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_every_instruction_set_reads_the_same_ids():
     digests = set()
-    for isa in ("scalar", "avx512"):  # "avx512" means it where the machine has it
-        done = subprocess.run(
-            [sys.executable, "-c", IDS_OF_EVERY_KIND],
-            env=os.environ | {"FASTMM_ISA": isa},
-            cwd=os.path.dirname(__file__),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    for isa in available_isas():
+        done = with_isa(isa, IDS_OF_EVERY_KIND)
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("isa", ["sse9", "\udcff"])  # the latter: a byte that is no UTF-8
+def test_a_wrong_isa_is_an_error_of_the_first_decode_of_ids_not_of_the_import(isa):
+    code = """
+import fastmm
+from fastmm._native.decoder import Decoder
+for token_ids in "list", "array":
+    try:
+        Decoder(list[int], token_ids=token_ids).decode(bytes([0x92, 1, 2]))
+    except fastmm.CompatError as error:
+        print(error)
+"""
+    done = with_isa(isa, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("FASTMM_ISA") == 2

@@ -16,7 +16,8 @@ typedef uint8_t *(*fmm_pack_ids_fn_t)(uint8_t *p, const uint32_t *ids, size_t ne
 
 uint8_t *fmm_pack_ids_scalar(uint8_t *p, const uint32_t *ids, size_t nelem);
 
-/* The best kernel that belongs to an instruction set of cast.h ("scalar", "avx512", ...) and runs here, never NULL. */
-fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa);
+/* The best kernel that belongs to an instruction set of cast.h ("scalar", "avx512", ...) and needs no more than these
+ * FMM_CPU_* bits, never NULL. */
+fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa, uint64_t features);
 
 #endif

@@ -3,6 +3,8 @@
 The C files behind this (cpu detection, kernels, registry) are linked into this extension alone.
 """
 
+from libc.stdint cimport uint64_t
+
 cdef extern from "fastmm/status.h" nogil:
     ctypedef enum fmm_status_t:
         FMM_OK
@@ -18,6 +20,9 @@ cdef extern from "fastmm/cast.h" nogil:
 # The table that this process uses: FASTMM_ISA's, else the best this machine can run.  Decided on the first call and kept.
 # Raises CompatError when FASTMM_ISA names what this build or this machine does not have.  Needs the GIL.
 cdef const fmm_cast_table_t* selected_table() except NULL
+
+# The FMM_CPU_* bits of cpu.h that this machine has; asked once.  Needs the GIL.
+cdef uint64_t cpu_features() noexcept
 
 # The table of an instruction set by name, None for the selected one.  Raises CompatError.  Needs the GIL.
 cdef const fmm_cast_table_t* table_named(object isa) except NULL

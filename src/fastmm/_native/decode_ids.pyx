@@ -4,14 +4,13 @@ Unpacking takes a nanosecond an id, a Python int ten.  So the ids are unpacked i
 only for what was not seen just before: a run of placeholders is one object many times over.
 """
 
-import os
-
 cimport numpy as cnp
 from cpython.list cimport PyList_New
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
+from .cast cimport cpu_features, selected_table
 from .decode_state cimport (
     FMM_ERR_OVERFLOW,
     DecodeState,
@@ -28,9 +27,9 @@ from .decode_state cimport (
 
 cnp.import_array()
 
-cdef extern from "fastmm/unpack_ids.h" nogil:
+cdef extern from "unpack_ids.h" nogil:
     ctypedef size_t (*fmm_unpack_ids_fn_t)(fmm_reader_t* reader, int64_t* out, size_t nelem, fmm_status_t* status)
-    fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char* isa)
+    fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char* isa, uint64_t features)
 
 cdef extern from "Python.h":
     PyObject* PyLong_FromLongLong(long long value) except NULL
@@ -47,11 +46,19 @@ cdef struct Seen:
     int64_t value
     PyObject* number  # borrowed from the list that is being filled
 
-# FASTMM_ISA forces an instruction set, as for the casts.
-cdef fmm_unpack_ids_fn_t unpack = fmm_unpack_ids_best(os.environ.get("FASTMM_ISA", "avx512").encode())
+cdef fmm_unpack_ids_fn_t unpack = NULL
+
+
+cdef int choose_unpack() except -1:
+    """The kernel of the instruction set that the casts use, too: decided on first use and kept."""
+    global unpack
+    if unpack is NULL:
+        unpack = fmm_unpack_ids_best(selected_table().name, cpu_features())
+    return 0
 
 
 cdef object read_ids(DecodeState* s):
+    choose_unpack()
     cdef uint32_t nelem = read_array(s)
     cdef list ids = PyList_New(nelem)
     enter(s)
@@ -111,6 +118,7 @@ cdef PyObject* read_u64(DecodeState* s) except NULL:
 
 
 cdef object read_ids_array(DecodeState* s):
+    choose_unpack()
     cdef uint32_t nelem = read_array(s)
     cdef cnp.npy_intp extent = nelem
     cdef cnp.ndarray ids = cnp.PyArray_EMPTY(1, &extent, cnp.NPY_INT64, 0)

@@ -18,7 +18,7 @@ from libc.string cimport memcpy, memset
 from fastmm.errors import EncodeError, FastmmError, SchemaError
 
 from .binary cimport write_bytes, write_ext, write_raw
-from .cast cimport selected_table
+from .cast cimport cpu_features, selected_table
 from .leaf cimport write_tensor
 from .message cimport (
     MEMO_SIZE, PART_FIELD, PART_FIXED, PART_HOOK, PART_ITEM, PART_KEY, Memo, Message, Part,
@@ -48,7 +48,7 @@ cdef extern from "fastmm/pack_ids.h" nogil:
         FMM_PACK_ID_MAX_NBYTES
         FMM_PACK_IDS_SLACK_NBYTES
     ctypedef uint8_t* (*fmm_pack_ids_fn_t)(uint8_t* p, const uint32_t* ids, size_t nelem)
-    fmm_pack_ids_fn_t fmm_pack_ids_best(const char* isa)
+    fmm_pack_ids_fn_t fmm_pack_ids_best(const char* isa, uint64_t features)
 
 cdef extern from "c/pyscalar.h":
     cdef enum:
@@ -98,7 +98,7 @@ cdef fmm_pack_ids_fn_t pack_ids = NULL
 cdef int message_start(Message m) except -1:
     global pack_ids
     if pack_ids is NULL:
-        pack_ids = fmm_pack_ids_best(selected_table().name)
+        pack_ids = fmm_pack_ids_best(selected_table().name, cpu_features())
     if m.block is None:
         m.block = block_acquire(BLOCK_MIN_NBYTES)
         m.data = m.block.data

@@ -24,14 +24,19 @@ uint64_t fmm_cpu_features(void)
     const uint64_t xcr0 = read_xcr0();
     if ((xcr0 & ymm_state) != ymm_state) return 0;
     if (ecx & bit_F16C) features |= FMM_CPU_F16C;
+    if (ecx & bit_POPCNT) features |= FMM_CPU_POPCNT;
 
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return features;
     if (ebx & bit_AVX2) features |= FMM_CPU_AVX2;
+    if (ebx & bit_BMI) features |= FMM_CPU_BMI1;
+    if (ebx & bit_BMI2) features |= FMM_CPU_BMI2;
     if ((xcr0 & zmm_state) == zmm_state) {
         if (ebx & bit_AVX512F) features |= FMM_CPU_AVX512F;
         if (ebx & bit_AVX512BW) features |= FMM_CPU_AVX512BW;
         if (ebx & bit_AVX512VL) features |= FMM_CPU_AVX512VL;
         if (ebx & bit_AVX512DQ) features |= FMM_CPU_AVX512DQ;
+        if (ecx & bit_AVX512VBMI) features |= FMM_CPU_AVX512VBMI;
+        if (ecx & bit_AVX512VBMI2) features |= FMM_CPU_AVX512VBMI2;
     }
     return features;
 }

@@ -1,7 +1,10 @@
 /* Token ids into msgpack: a portable kernel and one for AVX-512 with VBMI2 (vpcompressb). */
 #include "fastmm/pack_ids.h"
 
+#include <stdbool.h>
 #include <string.h>
+
+#include "fastmm/cpu.h"
 
 /* By class of id: below 128, 256, 65536, and the rest. An id and its tag are one big-endian number of nbytes. */
 static const uint64_t pack_tag[4] = {0, UINT64_C(0xcc) << 8, UINT64_C(0xcd) << 16, UINT64_C(0xce) << 32};
@@ -25,6 +28,8 @@ uint8_t *fmm_pack_ids_scalar(uint8_t *p, const uint32_t *ids, size_t nelem)
 #include <immintrin.h>
 
 #define PACK_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi2,popcnt")))
+static const uint64_t pack_features = FMM_CPU_AVX512F | FMM_CPU_AVX512BW | FMM_CPU_AVX512VL | FMM_CPU_AVX512VBMI |
+                                      FMM_CPU_AVX512VBMI2 | FMM_CPU_BMI2 | FMM_CPU_POPCNT;
 
 /* Ids of one step: each takes five bytes of a register, tag first, before the unused ones are squeezed out. */
 #define PACK_STEP 12
@@ -70,19 +75,17 @@ PACK_TARGET static uint8_t *pack_ids_avx512(uint8_t *p, const uint32_t *ids, siz
     return p;
 }
 
-fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa)
+fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa, uint64_t features)
 {
-    if (strcmp(isa, "avx512") == 0 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-        __builtin_cpu_supports("bmi2"))
-        return pack_ids_avx512;
-    return fmm_pack_ids_scalar;
+    const bool fits = strcmp(isa, "avx512") == 0 && (features & pack_features) == pack_features;
+    return fits ? pack_ids_avx512 : fmm_pack_ids_scalar;
 }
 
 #else
 
-fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa)
+fmm_pack_ids_fn_t fmm_pack_ids_best(const char *isa, uint64_t features)
 {
-    (void)isa;
+    (void)isa, (void)features;
     return fmm_pack_ids_scalar;
 }
 

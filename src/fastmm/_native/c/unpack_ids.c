@@ -4,7 +4,12 @@
  * comparing the input with itself five bytes earlier. In between, each id's place depends on the length of the one before it:
  * that chain is the cost, and what the vector kernel breaks.
  */
-#include "fastmm/unpack_ids.h"
+#include "unpack_ids.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+#include "fastmm/cpu.h"
 
 /* Repeats `value`, whose five bytes end at r->cur, as often as the same five bytes follow, at most nelem times. */
 static inline size_t unpack_run(fmm_reader_t *r, int64_t *out, size_t nelem, int64_t value)
@@ -31,17 +36,15 @@ size_t fmm_unpack_ids_scalar(fmm_reader_t *r, int64_t *out, size_t nelem, fmm_st
         if (r->end - p >= 8) {
             const uint64_t head = fmm_load_be64(p);
             const uint32_t lead = (uint32_t)(head >> 56);
-            if ((lead | 1) == (0xcd | 1) || lead == 0xce) {
-                /* 0xcd or 0xce without a branch between them: in text they alternate at random. */
+            if (lead == 0xcd || lead == 0xce) {
+                /* Without a branch between them: in text they alternate at random. */
                 const unsigned wide = lead == 0xce;
-                if (lead != 0xcc) {
-                    const uint64_t bits = head << 8;
-                    out[n++] = (int64_t)(bits >> (48 - 16 * wide));
-                    r->cur = p + 3 + 2 * wide;
-                    if (wide && r->end - r->cur >= 8 && fmm_load_be64(r->cur) >> 24 == head >> 24)
-                        n += unpack_run(r, out + n, nelem - n, out[n - 1]);
-                    continue;
-                }
+                const uint64_t bits = head << 8;
+                out[n++] = (int64_t)(bits >> (48 - 16 * wide));
+                r->cur = p + 3 + 2 * wide;
+                if (wide && r->end - r->cur >= 8 && fmm_load_be64(r->cur) >> 24 == head >> 24)
+                    n += unpack_run(r, out + n, nelem - n, out[n - 1]);
+                continue;
             }
         }
         bool is_u64;
@@ -62,6 +65,8 @@ size_t fmm_unpack_ids_scalar(fmm_reader_t *r, int64_t *out, size_t nelem, fmm_st
 #include <immintrin.h>
 
 #define UNPACK_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,bmi,popcnt")))
+static const uint64_t unpack_features = FMM_CPU_AVX512F | FMM_CPU_AVX512BW | FMM_CPU_AVX512VL | FMM_CPU_AVX512DQ |
+                                        FMM_CPU_AVX512VBMI | FMM_CPU_BMI1 | FMM_CPU_POPCNT;
 
 UNPACK_TARGET static inline __m512i iota_bytes(void)
 {
@@ -160,19 +165,17 @@ UNPACK_TARGET static size_t unpack_ids_avx512(fmm_reader_t *r, int64_t *out, siz
     return n;
 }
 
-fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char *isa)
+fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char *isa, uint64_t features)
 {
-    if (strcmp(isa, "avx512") == 0 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi"))
-        return unpack_ids_avx512;
-    return fmm_unpack_ids_scalar;
+    const bool fits = strcmp(isa, "avx512") == 0 && (features & unpack_features) == unpack_features;
+    return fits ? unpack_ids_avx512 : fmm_unpack_ids_scalar;
 }
 
 #else
 
-fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char *isa)
+fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char *isa, uint64_t features)
 {
-    (void)isa;
+    (void)isa, (void)features;
     return fmm_unpack_ids_scalar;
 }
 

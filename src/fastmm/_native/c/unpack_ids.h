@@ -11,7 +11,8 @@ typedef size_t (*fmm_unpack_ids_fn_t)(fmm_reader_t *r, int64_t *out, size_t nele
 
 size_t fmm_unpack_ids_scalar(fmm_reader_t *r, int64_t *out, size_t nelem, fmm_status_t *status);
 
-/* The best kernel that belongs to an instruction set of cast.h ("scalar", "avx512", ...) and runs here, never NULL. */
-fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char *isa);
+/* The best kernel that belongs to an instruction set of cast.h ("scalar", "avx512", ...) and needs no more than these
+ * FMM_CPU_* bits, never NULL. */
+fmm_unpack_ids_fn_t fmm_unpack_ids_best(const char *isa, uint64_t features);
 
 #endif /* FASTMM_UNPACK_IDS_H */
