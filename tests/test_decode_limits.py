@@ -1,6 +1,8 @@
 """Limits, options, and what a frame may be."""
 
 import pickle
+from dataclasses import dataclass
+from typing import ClassVar
 
 import msgpack
 import numpy as np
@@ -141,6 +143,24 @@ def test_elements_of_slices_count_once():
     assert decode(message, max_elements=34_100).mm_features
     with pytest.raises(LimitError, match="max_elements"):
         decode(message, max_elements=33_000)
+
+
+def test_a_slot_of_another_class_is_no_slot_of_this_one():
+    @dataclass(slots=True)
+    class Wide:
+        a: int
+        b: int
+        c: int
+        d: int
+
+    @dataclass(slots=True)
+    class Narrow:
+        __wire__: ClassVar[str] = "array"
+        d: int
+
+    Narrow.d = Wide.d  # lies behind the end of a Narrow
+    with pytest.raises(SchemaError, match="d is not a slot"):
+        Decoder(Narrow)
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------------

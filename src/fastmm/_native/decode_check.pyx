@@ -9,18 +9,14 @@ from fastmm.errors import FastmmError
 
 from .decode_plan cimport VALIDATED, VALIDATED_MAX_NBYTES, DecodeRecord
 from .decode_state cimport DecodeState, fail, fail_foreign
+from .record cimport record_get
 
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
         FMM_BOOL
 
-cdef extern from *:
-    """
-    static inline PyObject *fmm_slot_value(PyObject *obj, Py_ssize_t offset) { return *(PyObject **)((char *)obj + offset); }
-    static inline uint64_t fmm_load8(const uint8_t *p) { uint64_t head; memcpy(&head, p, 8); return head; }
-    """
-    PyObject* fmm_slot_value(PyObject* obj, Py_ssize_t offset) noexcept
-    uint64_t fmm_load8(const uint8_t* p) noexcept
+cdef extern from "fastmm/msgpack_read.h" nogil:
+    uint64_t fmm_load_be64(const uint8_t* p)
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
@@ -58,7 +54,7 @@ cdef int validate(DecodeState* s, DecodeRecord* record, object obj, const uint8_
 cdef uint32_t hash_encoding(const uint8_t* data, Py_ssize_t nbytes) noexcept:
     cdef uint64_t mixed = nbytes
     while nbytes >= 8:
-        mixed = (mixed ^ fmm_load8(data)) * <uint64_t>0x9e3779b97f4a7c15
+        mixed = (mixed ^ fmm_load_be64(data)) * <uint64_t>0x9e3779b97f4a7c15
         mixed ^= mixed >> 32
         data += 8
         nbytes -= 8
@@ -72,7 +68,7 @@ cdef uint32_t hash_encoding(const uint8_t* data, Py_ssize_t nbytes) noexcept:
 cdef int run_post_init(DecodeState* s, DecodeRecord* record, object obj, const uint8_t* at, PyObject** entry) except -1:
     cdef bytes encoding = PyBytes_FromStringAndSize(<const char*>at, s.reader.cur - at) if entry is not NULL else None
     cdef PyObject* old
-    before = [snapshot(<object>fmm_slot_value(<PyObject*>obj, record.fields[i].offset)) for i in range(record.nfields)]
+    before = [snapshot(<object>record_get(obj, record.fields[i].offset)) for i in range(record.nfields)]
     try:
         (<object>record.post_init)(obj)
     except FastmmError as error:
@@ -96,7 +92,7 @@ cdef object snapshot(object value):
 cdef bint unchanged(DecodeRecord* record, object obj, list before) except -1:
     cdef int i
     for i in range(record.nfields):
-        value = <object>fmm_slot_value(<PyObject*>obj, record.fields[i].offset)
+        value = <object>record_get(obj, record.fields[i].offset)
         old = before[i]
         if value is old:
             continue

@@ -18,6 +18,8 @@ from libc.string cimport memcpy
 from fastmm.errors import SchemaError
 from fastmm.schema import EngineCoreRequest, MmFieldElem, MmFlatField, PlaceholderRange, TensorLike
 
+from .record cimport class_attribute, slot_offset
+
 cdef extern from "fastmm/msgpack_read.h" nogil:
     cdef enum:
         FMM_KIND_NIL
@@ -29,19 +31,6 @@ cdef extern from "fastmm/msgpack_read.h" nogil:
         FMM_KIND_ARRAY
         FMM_KIND_MAP
         FMM_KIND_EXT
-
-cdef extern from *:
-    """
-    #include <structmember.h>
-    /* The offset of a slot, 0 when `descriptor` is not the member descriptor of a plain object slot. */
-    static Py_ssize_t fmm_decode_slot_offset(PyObject *descriptor)
-    {
-        if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return 0;
-        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
-        return member->type == T_OBJECT_EX ? member->offset : 0;
-    }
-    """
-    Py_ssize_t slot_offset "fmm_decode_slot_offset"(object descriptor)
 
 cdef DecodePlan* any_plan = NULL
 cdef dict plans = {}  # annotation -> address of its plan
@@ -293,7 +282,7 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
     for i in range(record.nfields):
         field = &record.fields[i]
         spec = fields[i]
-        field.offset = slot_offset(find_attribute(cls, spec.name))
+        field.offset = slot_offset(record.cls, class_attribute(cls, spec.name))
         if field.offset == 0:
             raise SchemaError(f"cannot decode into {cls.__qualname__}: {spec.name} is not a slot")
         field.name = keep(sys.intern(spec.name))
@@ -328,13 +317,6 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
     if post_init is not None:
         record.post_init = keep(post_init)
     return 0
-
-
-cdef object find_attribute(type cls, str name):
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return None
 
 
 any_plan = decode_plan_of(typing.Any)

@@ -3,7 +3,6 @@
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_New, PyList_SET_ITEM
-from cpython.object cimport PyTypeObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -71,15 +70,12 @@ from .decode_state cimport (
     text,
 )
 from .decode_tensor cimport read_tensor
+from .record cimport record_new, record_replace
 
 cdef extern from *:
     """
-    static inline PyObject **fmm_slot(PyObject *obj, Py_ssize_t offset) { return (PyObject **)((char *)obj + offset); }
-    static inline PyObject *fmm_new(PyTypeObject *cls) { return cls->tp_alloc(cls, 0); }
     static inline uint64_t fmm_head8(const uint8_t *p) { uint64_t head; memcpy(&head, p, 8); return head; }
     """
-    PyObject** fmm_slot(PyObject* obj, Py_ssize_t offset) noexcept
-    object fmm_new(PyTypeObject* cls)
     uint64_t fmm_head8(const uint8_t* p) noexcept
 
 cdef extern from "Python.h":
@@ -306,20 +302,11 @@ cdef object read_key(DecodeState* s, const DecodePlan* plan):
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-cdef inline void store(PyObject* record, Py_ssize_t offset, object value) noexcept:
-    """Fills a slot; what was in it (a key that came twice) goes."""
-    cdef PyObject** slot = fmm_slot(record, offset)
-    cdef PyObject* old = slot[0]
-    Py_INCREF(value)
-    slot[0] = <PyObject*>value
-    Py_XDECREF(old)
-
-
 cdef int store_default(DecodeState* s, object obj, const DecodeField* field, object cls_name) except -1:
     if field.default_value is not NULL:
-        store(<PyObject*>obj, field.offset, <object>field.default_value)
+        record_replace(obj, field.offset, <object>field.default_value)
     elif field.default_factory is not NULL:
-        store(<PyObject*>obj, field.offset, (<object>field.default_factory)())
+        record_replace(obj, field.offset, (<object>field.default_factory)())
     else:
         fail(s, NULL, f"expected {cls_name} to have {<object>field.name}, which is missing")
     return 0
@@ -332,14 +319,14 @@ cdef object read_array_record(DecodeState* s, DecodeRecord* record):
     cdef int i
     if nelem < <uint32_t>record.min_nelem:
         fail(s, at, f"expected {(<object>record.cls).__name__}, an array of at least {record.min_nelem}, got one of {nelem}")
-    obj = fmm_new(record.cls)
+    obj = record_new(record.cls)
     enter(s)
     for i in range(record.nfields):
         field = &record.fields[i]
         if <uint32_t>i < nelem:
             step_name(s, STEP_FIELD, field.name)
             value = read_value(s, field.plan)
-            store(<PyObject*>obj, field.offset, value)
+            record_replace(obj, field.offset, value)
         else:
             store_default(s, obj, field, (<object>record.cls).__name__)
     for i in range(record.nfields, <int64_t>nelem):
@@ -360,7 +347,7 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
     cdef int next_field = 0
     cdef int index
     cdef uint32_t _pair
-    obj = fmm_new(record.cls)
+    obj = record_new(record.cls)
     enter(s)
     for _pair in range(npairs):
         key_at = s.reader.cur
@@ -374,7 +361,7 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
         field = &record.fields[index]
         step_name(s, STEP_FIELD, field.name)
         value = read_value(s, field.plan)
-        store(<PyObject*>obj, field.offset, value)
+        record_replace(obj, field.offset, value)
         missing &= ~(<uint64_t>1 << index)
     s.depth -= 1
     if missing:

@@ -1,4 +1,4 @@
-"""Schema objects made and filled by their slots: no constructor runs, no attribute is looked up.  Needs the GIL.
+"""Schema objects made and filled by their slots: c/slots.h for Cython.  Needs the GIL.
 
 There is no module behind this file: it is all inline.
 """
@@ -6,42 +6,30 @@ There is no module behind this file: it is all inline.
 from cpython.object cimport PyTypeObject
 from cpython.ref cimport PyObject
 
-cdef extern from *:
-    """
-    #include <structmember.h>
+cdef extern from "slots.h":
+    # The offset of a slot in instances of `cls`, by what the class has under its name; 0 when that is no slot of theirs.
+    Py_ssize_t slot_offset "fmm_slot_offset"(PyTypeObject* cls, object descriptor) noexcept
+    # An instance whose slots are all unset.
+    object record_new "fmm_slots_new"(PyTypeObject* cls)
+    # What a slot holds, borrowed; NULL when it is unset.
+    PyObject* record_get "fmm_slot_get"(object record, Py_ssize_t offset) noexcept
+    # Fills an unset slot.
+    void record_set "fmm_slot_set"(object record, Py_ssize_t offset, object value) noexcept
+    # Fills a slot that may hold something.
+    void record_replace "fmm_slot_replace"(object record, Py_ssize_t offset, object value) noexcept
 
-    /* The offset of a slot of instances of `cls`; -1 with an error when it has none. */
-    static Py_ssize_t fmm_record_offset(PyObject *cls, const char *name)
-    {
-        PyObject *descriptor = PyObject_GetAttrString(cls, name);
-        Py_ssize_t offset = -1;
-        if (descriptor == NULL) return -1;
-        if (Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
-            PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
-            if (member->type == T_OBJECT_EX) offset = member->offset;
-        }
-        Py_DECREF(descriptor);
-        if (offset < 0) PyErr_Format(PyExc_TypeError, "%R has no slot %s", cls, name);
-        return offset;
-    }
 
-    /* A new reference to an instance whose slots are all unset. */
-    static inline PyObject *fmm_record_new(PyTypeObject *cls) { return cls->tp_alloc(cls, 0); }
+cdef inline object class_attribute(type cls, str name):
+    """What `cls` or a base has under a name, as it is: no descriptor and no metaclass is asked.  None for nothing."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return None
 
-    /* Fills an unset slot; keeps a reference of its own. */
-    static inline void fmm_record_set(PyObject *record, Py_ssize_t offset, PyObject *value)
-    {
-        Py_INCREF(value);
-        *(PyObject **)((char *)record + offset) = value;
-    }
 
-    /* What a slot holds, borrowed; NULL when it is unset. */
-    static inline PyObject *fmm_record_get(PyObject *record, Py_ssize_t offset)
-    {
-        return *(PyObject **)((char *)record + offset);
-    }
-    """
-    Py_ssize_t record_offset "fmm_record_offset"(object cls, const char* name) except -1
-    object record_new "fmm_record_new"(PyTypeObject* cls)
-    void record_set "fmm_record_set"(object record, Py_ssize_t offset, object value) noexcept
-    PyObject* record_get "fmm_record_get"(object record, Py_ssize_t offset) noexcept
+cdef inline Py_ssize_t record_offset(type cls, str name) except 0:
+    """The offset of a slot that must be there."""
+    cdef Py_ssize_t offset = slot_offset(<PyTypeObject*>cls, class_attribute(cls, name))
+    if offset == 0:
+        raise TypeError(f"{cls!r} has no slot {name}")
+    return offset

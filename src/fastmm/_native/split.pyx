@@ -497,7 +497,7 @@ def copy_record(record):
     cdef PyObject* value
     offsets = slots_of.get(cls)
     if offsets is None:
-        offsets = tuple([record_offset(cls, field.name.encode()) for field in dataclasses.fields(cls)])
+        offsets = tuple([record_offset(cls, field.name) for field in dataclasses.fields(cls)])
         slots_of[cls] = offsets
     copied = record_new(<PyTypeObject*>cls)
     for offset in offsets:
