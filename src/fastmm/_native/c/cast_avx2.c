@@ -1,7 +1,6 @@
 /* AVX2 kernels, with F16C for float16.
  *
- * A step reads 128 bytes and then writes 64, so that it works in place; tails go element by element by the rule itself.
- * F16C keeps NaN payloads as the rule wants.
+ * Tails go element by element by the rule itself. F16C keeps NaN payloads as the rule wants.
  */
 #include "cast_tables.h"
 #include "fastmm/cast_one.h"
@@ -16,10 +15,8 @@
 #define TARGET __attribute__((target("avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
-/* As in cast_avx512.c. */
-#define AHEAD_FROM_CACHE_NBYTES 2048
-#define AHEAD_FROM_MEMORY_NBYTES 8192
-#define FROM_CACHE_MAX_NELEM ((size_t)2 << 20)
+#define VECTOR_NBYTES 32
+typedef __m256i vector_t;
 
 /* Rounded bits moved down: each lane holds its bfloat16 in the lower half, zeros above. */
 INLINE __m256i round_to_bf16(__m256i bits)
@@ -64,7 +61,7 @@ INLINE __m256i f16_from_2(const unsigned char *from)
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-/* to_f16 is a constant where these are inlined, so that each kernel holds one conversion only. */
+/* What cast_narrow.h wants. */
 INLINE __m256i narrow_2(const unsigned char *from, int to_f16)
 {
     return to_f16 ? f16_from_2(from) : bf16_from_2(from);
@@ -80,66 +77,10 @@ INLINE void narrow_tail(const unsigned char *from, unsigned char *to, size_t nel
     }
 }
 
-INLINE size_t prefetch_distance(size_t nelem)
-{
-    return nelem <= FROM_CACHE_MAX_NELEM ? AHEAD_FROM_CACHE_NBYTES : AHEAD_FROM_MEMORY_NBYTES;
-}
+INLINE void vector_store(unsigned char *to, vector_t value) { _mm256_storeu_si256((void *)to, value); }
+INLINE void vector_stream(unsigned char *to, vector_t value) { _mm256_stream_si256((void *)to, value); }
 
-INLINE void prefetch_step(const unsigned char *ahead)
-{
-    _mm_prefetch(ahead, _MM_HINT_T0);
-    _mm_prefetch(ahead + 64, _MM_HINT_T0);
-}
-
-INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
-{
-    const size_t ahead = prefetch_distance(nelem);
-    const unsigned saved = fmm_mxcsr_enter();
-    for (; nelem >= 32; nelem -= 32, from += 128, to += 64) {
-        prefetch_step(from + ahead);
-        const __m256i first = narrow_2(from, to_f16);
-        const __m256i second = narrow_2(from + 64, to_f16);
-        _mm256_storeu_si256((void *)to, first);
-        _mm256_storeu_si256((void *)(to + 32), second);
-    }
-    fmm_mxcsr_leave(saved);
-    narrow_tail(from, to, nelem, to_f16);
-}
-
-INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
-{
-    if ((uintptr_t)to & 1) { /* no whole elements lead to a cache line's start */
-        narrow(from, to, nelem, to_f16);
-        return;
-    }
-    const size_t ahead = prefetch_distance(nelem);
-    const size_t to_line = (size_t)(-(uintptr_t)to & 63) / 2;
-    const size_t head = to_line < nelem ? to_line : nelem;
-    narrow_tail(from, to, head, to_f16);
-    from += 4 * head, to += 2 * head, nelem -= head;
-    const unsigned saved = fmm_mxcsr_enter();
-    for (; nelem >= 32; nelem -= 32, from += 128, to += 64) {
-        prefetch_step(from + ahead);
-        _mm256_stream_si256((void *)to, narrow_2(from, to_f16));
-        _mm256_stream_si256((void *)(to + 32), narrow_2(from + 64, to_f16));
-    }
-    fmm_mxcsr_leave(saved);
-    _mm_sfence(); /* streaming stores are weakly ordered: publish them before the caller hands the buffer on */
-    narrow_tail(from, to, nelem, to_f16);
-}
-
-TARGET static void cast_f32_to_bf16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 0); }
-TARGET static void cast_f32_to_f16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 1); }
-
-TARGET static void cast_f32_to_bf16_stream(const void *src, void *dst, size_t nelem)
-{
-    narrow_stream(src, dst, nelem, 0);
-}
-
-TARGET static void cast_f32_to_f16_stream(const void *src, void *dst, size_t nelem)
-{
-    narrow_stream(src, dst, nelem, 1);
-}
+#include "cast_narrow.h"
 
 TARGET static void cast_f64_to_f32(const void *src, void *dst, size_t nelem)
 {

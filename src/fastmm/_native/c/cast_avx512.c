@@ -1,8 +1,8 @@
 /* AVX-512 kernels (F, BW, VL, DQ).
  *
  * bfloat16 is integer arithmetic: the AVX512-BF16 instruction flushes subnormals and is no quicker once memory is the
- * limit. float16 is vcvtps2ph, which keeps NaN payloads as the rule wants. A step reads 256 bytes and then writes 128, so that it works in place; tails are
- * masked, so that no length takes a scalar path.
+ * limit. float16 is vcvtps2ph, which keeps NaN payloads as the rule wants. Tails are masked, so that no length takes a
+ * scalar path.
  */
 #include "cast_tables.h"
 
@@ -15,11 +15,8 @@
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
-/* The hardware prefetcher stops at each page; asking ahead bridges it. Measured on Zen 5: from a cache, 2 KiB ahead is
- * 1.1 times as quick as 8 KiB; from memory it is the other way round. */
-#define AHEAD_FROM_CACHE_NBYTES 2048
-#define AHEAD_FROM_MEMORY_NBYTES 8192
-#define FROM_CACHE_MAX_NELEM ((size_t)2 << 20)
+#define VECTOR_NBYTES 64
+typedef __m512i vector_t;
 
 /* Rounded float32 bits: the upper half of each lane is the bfloat16. */
 INLINE __m512i round_to_bf16(__m512i bits)
@@ -75,7 +72,7 @@ INLINE __m256i f16_from_masked(const unsigned char *from, __mmask16 mask)
     return _mm512_cvtps_ph(_mm512_maskz_loadu_ps(mask, from), _MM_FROUND_TO_NEAREST_INT);
 }
 
-/* to_f16 is a constant where these are inlined, so that each kernel holds one conversion only. */
+/* What cast_narrow.h wants. */
 INLINE __m512i narrow_2(const unsigned char *from, int to_f16)
 {
     return to_f16 ? f16_from_2(from) : bf16_from_2(from);
@@ -91,65 +88,10 @@ INLINE void narrow_tail(const unsigned char *from, unsigned char *to, size_t nel
     }
 }
 
-INLINE size_t prefetch_distance(size_t nelem)
-{
-    return nelem <= FROM_CACHE_MAX_NELEM ? AHEAD_FROM_CACHE_NBYTES : AHEAD_FROM_MEMORY_NBYTES;
-}
+INLINE void vector_store(unsigned char *to, vector_t value) { _mm512_storeu_si512(to, value); }
+INLINE void vector_stream(unsigned char *to, vector_t value) { _mm512_stream_si512((void *)to, value); }
 
-INLINE void prefetch_step(const unsigned char *ahead)
-{
-    for (int line = 0; line < 4; line++) _mm_prefetch(ahead + 64 * line, _MM_HINT_T0);
-}
-
-INLINE void narrow(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
-{
-    const size_t ahead = prefetch_distance(nelem);
-    const unsigned saved = fmm_mxcsr_enter();
-    for (; nelem >= 64; nelem -= 64, from += 256, to += 128) {
-        prefetch_step(from + ahead);
-        const __m512i first = narrow_2(from, to_f16);
-        const __m512i second = narrow_2(from + 128, to_f16);
-        _mm512_storeu_si512(to, first);
-        _mm512_storeu_si512(to + 64, second);
-    }
-    narrow_tail(from, to, nelem, to_f16);
-    fmm_mxcsr_leave(saved);
-}
-
-INLINE void narrow_stream(const unsigned char *from, unsigned char *to, size_t nelem, int to_f16)
-{
-    if ((uintptr_t)to & 1) { /* no whole elements lead to a cache line's start */
-        narrow(from, to, nelem, to_f16);
-        return;
-    }
-    const size_t ahead = prefetch_distance(nelem);
-    const size_t to_line = (size_t)(-(uintptr_t)to & 63) / 2;
-    const size_t head = to_line < nelem ? to_line : nelem;
-    const unsigned saved = fmm_mxcsr_enter();
-    narrow_tail(from, to, head, to_f16);
-    from += 4 * head, to += 2 * head, nelem -= head;
-    for (; nelem >= 64; nelem -= 64, from += 256, to += 128) {
-        prefetch_step(from + ahead);
-        _mm512_stream_si512((void *)to, narrow_2(from, to_f16));
-        _mm512_stream_si512((void *)(to + 64), narrow_2(from + 128, to_f16));
-    }
-    _mm_sfence(); /* streaming stores are weakly ordered: publish them before the caller hands the buffer on */
-    narrow_tail(from, to, nelem, to_f16);
-    fmm_mxcsr_leave(saved);
-}
-
-TARGET static void cast_f32_to_bf16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 0); }
-TARGET static void cast_f32_to_f16(const void *src, void *dst, size_t nelem) { narrow(src, dst, nelem, 1); }
-
-TARGET static void cast_f32_to_bf16_stream(const void *src, void *dst, size_t nelem)
-{
-    narrow_stream(src, dst, nelem, 0);
-}
-
-TARGET static void cast_f32_to_f16_stream(const void *src, void *dst, size_t nelem)
-{
-    narrow_stream(src, dst, nelem, 1);
-}
+#include "cast_narrow.h"
 
 TARGET static void cast_f64_to_f32(const void *src, void *dst, size_t nelem)
 {
