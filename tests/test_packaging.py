@@ -52,6 +52,19 @@ def test_each_header_compiles_alone_and_without_python(header, compiler):
     assert "Python.h" not in header.read_text(encoding="utf-8").replace("No Python.h", "")
 
 
+def test_a_big_endian_machine_is_refused_at_compile_time():
+    compile_for = ["gcc", "-xc", "-fsyntax-only", "-U__BYTE_ORDER__", f"-I{fastmm.get_include()}", "-"]
+    for order, refused in ("LITTLE", False), ("BIG", True):
+        done = subprocess.run(
+            [*compile_for, f"-D__BYTE_ORDER__=__ORDER_{order}_ENDIAN__"],
+            input="#include <fastmm/msgpack_read.h>\n",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert bool(done.returncode) == ("little-endian" in done.stderr) == refused, done.stderr
+
+
 def test_every_module_of_the_core_is_compiled_and_ships_its_stub():
     sources = sorted((ROOT / "src/fastmm/_native").glob("*.pyx"))
     assert sources, "no compiled core"

@@ -8,7 +8,6 @@ from libc.stdint cimport uint64_t
 cdef extern from "fastmm/status.h" nogil:
     ctypedef enum fmm_status_t:
         FMM_OK
-        FMM_ERR_NOMEM
         FMM_ERR_OVERFLOW
         FMM_ERR_OVERLAP
         FMM_ERR_UNSUPPORTED
