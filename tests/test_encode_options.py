@@ -27,9 +27,7 @@ WHOLE = ["threshold", "max_depth", "max_frames", "max_payload_nbytes"]
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize(
-    "wrong", [True, False, 1.0, 64.0, "5", b"5", [], object(), 2**63, -1, 10**30, np.float64(5), np.bool_(True)]
-)
+@pytest.mark.parametrize("wrong", [True, False, 1.0, 64.0, "5", b"5", [], object(), 2**63, -1, 10**30, np.float64(5)])
 def test_a_limit_is_a_whole_number_within_bounds(name, wrong):
     encode_request([1])  # the encoder of the defaults is there already
     for make in (lambda: Encoder(**{name: wrong}), lambda: encode_request([1], **{name: wrong})):
