@@ -38,7 +38,10 @@ cdef int write_ext(Message m, object obj) except -1:
     if type(obj) is msgpack.Timestamp:
         code, data = -1, obj.to_bytes()
     else:
-        code, data = obj.code, obj.data
+        number, data = obj.code, obj.data
+        if type(number) is not int or not -128 <= number <= 127:
+            fail(m, EncodeError, "expected an extension's code from -128 to 127")
+        code = number
     if code in (1, 2) and not m.from_hook:
         fail(m, SchemaError, f"expected no pickles, got an extension of type {code}, which vLLM would unpickle")
     get_buffer(m, data, &buffer)
@@ -75,8 +78,7 @@ cdef int get_buffer(Message m, object obj, Py_buffer* buffer) except -1:
     return 0
 
 
-cdef int put_buffer(Message m, Py_buffer* buffer) noexcept:
+cdef void put_buffer(Message m, Py_buffer* buffer) noexcept:
     if buffer.len:
         memcpy(m.data + m.size, buffer.buf, buffer.len)
         m.size += buffer.len
-    return 0

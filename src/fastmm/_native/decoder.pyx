@@ -205,7 +205,8 @@ cdef int64_t open_frames(Decoder decoder, tuple parts, FrameView* views) except 
             holder.held = True
             view.data = <const uint8_t*>holder.buffer.buf
             view.nbytes = holder.buffer.len
-            view.readonly = holder.buffer.readonly
+            # A received frame may lie over the sender's own memory (inproc), or be read twice.
+            view.readonly = holder.buffer.readonly or type(part).__module__.partition(".")[0] == "zmq"
             owner = holder
         Py_INCREF(owner)
         view.owner = <PyObject*>owner

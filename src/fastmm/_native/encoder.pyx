@@ -2,7 +2,8 @@
 
 import operator
 
-from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_Resize
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytearray cimport PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t
@@ -71,6 +72,14 @@ cdef bint switch(str name, object value) except -1:
     if value is not True and value is not False:
         raise SchemaError(f"expected True or False for {name}, got a {type(value).__qualname__}")
     return value is True
+
+
+cdef tuple all_of(object requests):
+    """As they are now: a generator may not change one of them while another is written."""
+    try:
+        return tuple(requests)
+    except TypeError:
+        raise SchemaError(f"expected several requests, got a {type(requests).__qualname__}") from None
 
 
 cdef class Encoder:
@@ -198,14 +207,27 @@ cdef class Encoder:
             if (<PyByteArrayObject*><PyObject*>buffer).ob_exports:  # asked before the casts: all or nothing
                 raise EncodeError("expected a bytearray that nobody else uses, got one that is still exported: wait until "
                                   "the last message in it is sent")
-            PyByteArray_Resize(buffer, message.size)
-            message_finish(message)
-            memcpy(PyByteArray_AS_STRING(buffer), message.data, message.size)
+            self.finish_into(message, buffer)
             frames[0] = buffer
             self.count(message, frames)
             return frames
         finally:
             self.give_back(message)
+
+    cdef int finish_into(self, Message message, object buffer) except -1:
+        """Casts, and fills the buffer.  It is exported meanwhile: no other thread can resize it while the GIL is away."""
+        cdef Py_ssize_t before = PyByteArray_GET_SIZE(buffer), after = PyByteArray_GET_SIZE(buffer)
+        cdef Py_buffer export
+        PyByteArray_Resize(buffer, max(before, <Py_ssize_t>message.size))
+        PyObject_GetBuffer(buffer, &export, PyBUF_WRITABLE)
+        try:
+            message_finish(message)
+            memcpy(export.buf, message.data, message.size)
+            after = message.size
+        finally:
+            PyBuffer_Release(&export)
+            PyByteArray_Resize(buffer, after)
+        return 0
 
     def encode_many(self, requests) -> list:
         """Write several requests, all or none; those with the very same ``mm_features`` list share its walk and frames.
@@ -218,7 +240,7 @@ cdef class Encoder:
         try:
             message_start(message)
             ends = []
-            for request in requests:
+            for request in all_of(requests):
                 if self.oob_tensor_consumer is not None:
                     message.features = None  # what the consumer says is said to one message
                 written.append(message_walk(message, request))

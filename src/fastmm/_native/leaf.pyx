@@ -4,16 +4,17 @@ import msgpack
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, int8_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from fastmm.errors import EncodeError, FastmmError, LimitError, SchemaError
 
-from .message cimport PART_FIELD, PART_ITEM, PART_KEY, Message, Part, append, at_path, fail, foreign, need
+from .cast import cast as cast_tensor
+from .message cimport PART_FIELD, PART_ITEM, Message, Part, append, at_path, fail, foreign, need
 from .payload cimport (
     SLOT_ITEM, SLOT_KEY, SLOT_NONE, SLOT_OFFSET, Slot, payload_cast, payload_frame, payload_note,
 )
 from .plan cimport FMM_MODE_PAYLOAD, FMM_MODE_TENSOR, Plan
-from .tensor cimport FAMILY_EXCHANGE, TensorView, numpy_name, tensor_gather, tensor_view, tensor_view_clear
+from .tensor cimport FAMILY_EXCHANGE, MAX_NDIM, TensorView, numpy_name, tensor_gather, tensor_view, tensor_view_clear
 
 cdef extern from "fastmm/msgpack_write.h" nogil:
     cdef enum:
@@ -26,6 +27,8 @@ cdef extern from "fastmm/msgpack_write.h" nogil:
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
         FMM_DTYPE_NONE
+        FMM_CLASS_INT
+        FMM_CLASS_UINT
         FMM_CLASS_FLOAT
     ctypedef struct fmm_dtype_info_t:
         const char* name
@@ -64,23 +67,69 @@ cdef int write_tensor(Message m, object obj, Plan plan, int mode) except -1:
 
 
 cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode) except -1:
-    cdef char name[24]
-    cdef int name_nbytes, axis, index
-    cdef int64_t nbytes = view.nbytes, seen_nbytes = view.nbytes
-    cdef int dtype = view.dtype
-    cdef bint numpy_named = view.numpy_style and not (mode & FMM_MODE_TENSOR and dtype != FMM_DTYPE_NONE and not view.swapped)
-    cdef bint cast = (
-        mode & FMM_MODE_PAYLOAD and m.payload.target >= 0 and dtype != FMM_DTYPE_NONE
-        and fmm_dtype_infos[dtype].number_class == FMM_CLASS_FLOAT and (dtype != m.payload.target or view.swapped))
+    cdef bint numpy_named = view.numpy_style and not (
+        mode & FMM_MODE_TENSOR and view.dtype != FMM_DTYPE_NONE and not view.swapped)
+    cdef bint to_cast = (
+        mode & FMM_MODE_PAYLOAD and m.payload.target >= 0 and view.dtype != FMM_DTYPE_NONE
+        and fmm_dtype_infos[view.dtype].number_class == FMM_CLASS_FLOAT
+        and (view.dtype != m.payload.target or view.swapped))
+    cdef int64_t nbytes = view.nelem * m.payload.target_nbytes if to_cast else view.nbytes
     cdef bint inline
-    if cast:
-        dtype = m.payload.target
-        nbytes = view.nelem * m.payload.target_nbytes
-        numpy_named = False
+    cdef int index
+    numpy_named = numpy_named and not to_cast
+    if mode & FMM_MODE_PAYLOAD and m.payload.target >= 0 and view.dtype == FMM_DTYPE_NONE and view.numpy_kind == c"f":
+        fail(m, SchemaError, f"expected a payload that can be cast, got floating numbers of {view.item_nbytes} bytes each")
+    count_payload(m, nbytes)
+    write_head(m, view, m.payload.target if to_cast else view.dtype, numpy_named)
+    inline = (nbytes < m.threshold or view.ndim == 0 and numpy_named) and not view.moved
+    if inline:
+        return write_inline(m, obj, plan, view, nbytes, to_cast)
+    if m.oob_tensor_consumer is not None and plan.producer.family == FAMILY_EXCHANGE:
+        if write_out_of_band(m, obj, plan, view, to_cast):
+            return 0
+    if to_cast:
+        index = cast_leaf(m, obj, plan, view, -1)
+    else:
+        index = payload_frame(m.payload, plan.producer, <PyObject*>obj, view)
+    if index > m.max_frames:
+        fail(m, LimitError, f"expected at most {m.max_frames} aux frames (max_frames)")
+    need(m, FMM_WRITE_MAX_NBYTES)
+    m.size = fmm_write_uint(m.data + m.size, index) - m.data
+    return 0
+
+
+cdef object ids_of(Message m, object obj, Plan plan):
+    cdef TensorView view
+    cdef object _held = obj
+    cdef int ndim, number_class
+    try:
+        tensor_view(plan.producer, <PyObject*>obj, &view)
+    except FastmmError as error:
+        raise at_path(m, error)
+    ndim = view.ndim
+    number_class = fmm_dtype_infos[view.dtype].number_class if view.dtype != FMM_DTYPE_NONE else FMM_CLASS_FLOAT
+    tensor_view_clear(&view)
+    if ndim != 1 or number_class not in (FMM_CLASS_INT, FMM_CLASS_UINT):
+        fail(m, SchemaError, f"expected token ids in one dimension of integers, got a {type(obj).__qualname__} of {ndim} "
+                             f"dimensions and dtype {getattr(obj, 'dtype', 'unknown')}")
+    try:
+        return obj.tolist() if hasattr(obj, "tolist") else obj.numpy().tolist()
+    except Exception as error:
+        foreign(m, error, f"reading a {type(obj).__qualname__}")
+
+
+cdef int count_payload(Message m, int64_t nbytes) except -1:
     if nbytes > m.max_payload_nbytes - m.payload_nbytes:
         fail(m, LimitError, f"expected at most {m.max_payload_nbytes} bytes of payload (max_payload_nbytes), got "
                             f"{m.payload_nbytes} before this tensor and {nbytes} in it")
     m.payload_nbytes += nbytes
+    return 0
+
+
+cdef int write_head(Message m, TensorView* view, int dtype, bint numpy_named) except -1:
+    """The array's header, the name of the type, the shape."""
+    cdef char name[24]
+    cdef int name_nbytes, axis
     need(m, 64 + view.ndim * FMM_WRITE_MAX_NBYTES)
     m.size = fmm_write_array_header(m.data + m.size, 3) - m.data
     if numpy_named:
@@ -95,34 +144,15 @@ cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode
     m.size = fmm_write_array_header(m.data + m.size, view.ndim) - m.data
     for axis in range(view.ndim):
         m.size = fmm_write_uint(m.data + m.size, view.shape[axis]) - m.data
-
-    inline = (nbytes < m.threshold or view.ndim == 0 and numpy_named) and not view.moved
-    if not inline and m.oob_tensor_consumer is not None and plan.producer.family == FAMILY_EXCHANGE:
-        if write_out_of_band(m, obj, cast):
-            return 0
-        tensor_view_clear(view)  # the consumer ran: look again
-        tensor_view(plan.producer, <PyObject*>obj, view)
-        if view.nbytes != seen_nbytes:
-            fail(m, EncodeError, "expected a tensor that stays as it is, got one that the out-of-band consumer resized")
-    if inline:
-        return write_inline(m, obj, plan, view, nbytes, cast)
-    if cast:
-        index = cast_leaf(m, obj, plan, view, -1)
-    else:
-        index = payload_frame(m.payload, plan.producer, <PyObject*>obj, view)
-    if index > m.max_frames:
-        fail(m, LimitError, f"expected at most {m.max_frames} aux frames (max_frames)")
-    need(m, FMM_WRITE_MAX_NBYTES)
-    m.size = fmm_write_uint(m.data + m.size, index) - m.data
     return 0
 
 
-cdef int write_inline(Message m, object obj, Plan plan, TensorView* view, int64_t nbytes, bint cast) except -1:
+cdef int write_inline(Message m, object obj, Plan plan, TensorView* view, int64_t nbytes, bint to_cast) except -1:
     if nbytes > <int64_t>UINT32_MAX:
         fail(m, EncodeError, f"expected less than 4 GiB inline, got {nbytes} bytes: lower the threshold")
     need(m, FMM_WRITE_MAX_NBYTES + nbytes)
     m.size = fmm_write_ext_header(m.data + m.size, EXT_RAW_VIEW, <uint32_t>nbytes) - m.data
-    if cast:
+    if to_cast:
         cast_leaf(m, obj, plan, view, m.size)
     else:
         tensor_gather(view, m.data + m.size)
@@ -160,22 +190,23 @@ cdef int cast_leaf(Message m, object obj, Plan plan, TensorView* view, Py_ssize_
             slot.kind = SLOT_ITEM
             slot.container = part.container
             slot.index = part.index
-        elif part.kind == PART_KEY:
-            slot.kind = SLOT_KEY
-            slot.container = part.container
-            slot.key = part.key
     return payload_cast(m.payload, plan.producer, <PyObject*>obj, view, &slot, offset)
 
 
-cdef bint write_out_of_band(Message m, object obj, bint cast) except -1:
-    """Offers the tensor to the consumer; True when it took it."""
-    if cast:
-        from . import cast as cast_module
-        obj = cast_module.cast(obj, (<bytes>fmm_dtype_infos[m.payload.target].name).decode())
+cdef bint write_out_of_band(Message m, object obj, Plan plan, TensorView* view, bint to_cast) except -1:
+    """Offers the tensor to the consumer; True when it took it.  The head is written: the tensor must stay as it is."""
+    cdef int64_t shape[MAX_NDIM]
+    cdef int ndim = view.ndim, dtype = view.dtype
+    memcpy(shape, view.shape, ndim * sizeof(int64_t))
+    offered = cast_tensor(obj, (<bytes>fmm_dtype_infos[m.payload.target].name).decode()) if to_cast else obj
     try:
-        answer = m.oob_tensor_consumer(obj)
+        answer = m.oob_tensor_consumer(offered)
     except Exception as error:
         foreign(m, error, "the out-of-band consumer")
+    tensor_view_clear(view)  # whatever the consumer did with it: look again
+    tensor_view(plan.producer, <PyObject*>obj, view)
+    if view.ndim != ndim or view.dtype != dtype or memcmp(view.shape, shape, ndim * sizeof(int64_t)):
+        fail(m, EncodeError, "expected a tensor that stays as it is, got one that the out-of-band consumer changed")
     if answer is None:
         return False
     if type(answer) is not dict:

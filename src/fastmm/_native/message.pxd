@@ -24,7 +24,7 @@ cdef enum:
     MEMO_SIZE = 16
 
 cdef struct Memo:  # where in the main frame a field object was written
-    PyObject* obj
+    PyObject* obj  # held by payload.held
     size_t offset
     size_t nbytes
 
@@ -47,6 +47,7 @@ cdef class Message:
     cdef object features  # the list, or None
     cdef size_t features_offset
     cdef size_t features_nbytes
+    cdef int64_t features_payload_nbytes
     cdef list features_frames  # the message's frames, of which the features take [1, 1 + features_nframes)
     cdef Py_ssize_t features_nframes
     cdef int features_first_job

@@ -50,6 +50,7 @@ cdef struct Job:  # a leaf that is to be cast when the walk is over
     void* dst
     PyObject* replacement  # counted or NULL
     PyObject* block  # counted or NULL: a pooled destination
+    PyObject* frame_object  # counted or NULL: the leader's, for all messages
 
 cdef class Payload:
     cdef list frames  # the message that is being written: [main, aux 1, ...]

@@ -5,6 +5,8 @@ memory as it was, and only then is it known which memory two leaves share.  `pay
 then casts, then puts the new leaves into the tree.
 """
 
+import os
+
 from cpython.dict cimport PyDict_GetItem, PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
@@ -16,10 +18,10 @@ from fastmm.errors import EncodeError, SchemaError
 
 from .cast cimport CAST_RELEASE_GIL_MIN_NBYTES, cast_run, cast_supported, cast_supported_inplace, selected_table, \
     fmm_cast_table_t
-from .frame cimport frame_new
+from .frame cimport Frame, frame_new
 from .pool cimport Block, block_acquire
 from .tensor cimport MAX_NDIM, memory_is_private, owner_is_private, tensor_gather, tensor_owner
-from .tensor_make cimport tensor_make
+from .tensor_make cimport is_exported_readonly, tensor_make
 
 cdef extern from "fastmm/dtype.h" nogil:
     ctypedef struct fmm_dtype_info_t:
@@ -32,7 +34,7 @@ cdef struct Span:
     uintptr_t end
     int leaf
 
-# Payloads whose memory is being cast without the GIL right now; a singly linked list, guarded by the GIL.
+# Payloads whose memory is about to be cast, or is being cast without the GIL; a singly linked list, guarded by the GIL.
 cdef Payload casting = None
 
 
@@ -77,6 +79,7 @@ cdef int payload_clear_all(Payload payload) except -1:
             Py_XDECREF(jobs[i].frames)
             Py_XDECREF(jobs[i].replacement)
             Py_XDECREF(jobs[i].block)
+            Py_XDECREF(jobs[i].frame_object)
         free(jobs)
     if payload.held:
         payload.held.clear()
@@ -162,7 +165,7 @@ cdef uint64_t layout_of(TensorView* view) noexcept:
         return 0
     for axis in range(view.ndim):
         value = (value ^ <uint64_t>view.shape[axis]) * <uint64_t>0x100000001b3
-        value = (value ^ <uint64_t>view.strides[axis]) * <uint64_t>0x100000001b3
+        value = (value ^ <uint64_t>(view.strides[axis] * view.stride_unit_nbytes)) * <uint64_t>0x100000001b3
     return value | 1
 
 
@@ -345,8 +348,12 @@ cdef int payload_finish(Payload payload, uint8_t* main) except -1:
     table = selected_table()
     if payload.inplace:
         find_overlaps(payload)
-    prepare(payload)
-    cast_all(payload, table)
+    announce(payload)
+    try:
+        prepare(payload)
+        cast_all(payload, table)
+    finally:
+        withdraw(payload)
     publish(payload, main)
     return 0
 
@@ -361,18 +368,20 @@ cdef int find_overlaps(Payload payload) except -1:
     """Marks leaves that share bytes with another one.  Sorted by start, it is enough to look at the furthest end so far:
     any other earlier leaf that reaches into this one overlaps that furthest one too, and was marked with it."""
     cdef Span* spans
-    cdef int i, furthest = 0
+    cdef int i, count = 0, furthest = 0
     if payload.nleaves < 2:
         return 0
     spans = <Span*>malloc(payload.nleaves * sizeof(Span))
     if spans is NULL:
         raise MemoryError()
     for i in range(payload.nleaves):
-        spans[i].start = payload.leaves[i].start
-        spans[i].end = payload.leaves[i].end
-        spans[i].leaf = i
-    qsort(spans, payload.nleaves, sizeof(Span), compare_spans)
-    for i in range(1, payload.nleaves):
+        if payload.leaves[i].nbytes:  # what is empty shares nothing, wherever it lies
+            spans[count].start = payload.leaves[i].start
+            spans[count].end = payload.leaves[i].end
+            spans[count].leaf = i
+            count += 1
+    qsort(spans, count, sizeof(Span), compare_spans)
+    for i in range(1, count):
         if spans[i].start < spans[furthest].end:
             payload.leaves[spans[i].leaf].shared_bytes = True
             payload.leaves[spans[furthest].leaf].shared_bytes = True
@@ -390,6 +399,7 @@ cdef int prepare(Payload payload) except -1:
     cdef Block block
     cdef int64_t nbytes
     cdef int i
+    cdef Frame frame
     cdef PyObject* asked_owner = NULL
     cdef bint private = False
     for i in range(payload.njobs):
@@ -402,7 +412,8 @@ cdef int prepare(Payload payload) except -1:
                 pass  # nothing is written
             elif job.may_write and not leaf.shared_bytes:
                 if job.owner != asked_owner:  # items of one batch lie in one storage: one question for all
-                    private = owner_is_private(<object>job.owner) or memory_is_private(job.src, leaf.nbytes)
+                    private = owner_is_private(<object>job.owner) or (
+                        memory_is_private(job.src, leaf.nbytes) and not is_exported_readonly(job.src, leaf.nbytes))
                     asked_owner = job.owner
                 job.may_write = private and not being_cast(payload, leaf)
             else:
@@ -417,10 +428,13 @@ cdef int prepare(Payload payload) except -1:
         else:
             job.dst = leader.dst
         if job.frame and (<list>job.frames)[job.frame] is None:
-            (<list>job.frames)[job.frame] = frame_new(
-                job.dst, nbytes, <object>(leader.owner if leader.block is NULL else leader.block))
-            if leader.block is NULL:
-                payload.nbytes_viewed += nbytes
+            if leader.frame_object is NULL:
+                frame = frame_new(job.dst, nbytes, <object>(leader.owner if leader.block is NULL else leader.block))
+                Py_INCREF(frame)
+                leader.frame_object = <PyObject*>frame
+                if leader.block is NULL:
+                    payload.nbytes_viewed += nbytes
+            (<list>job.frames)[job.frame] = <object>leader.frame_object
         if leader.may_write and job.slot.kind != SLOT_NONE:
             replacement = tensor_make(
                 job.family, job.dst, payload.target, job.ndim, payload.dims + job.dims, <object>job.owner, False)
@@ -429,15 +443,49 @@ cdef int prepare(Payload payload) except -1:
     return 0
 
 
+cdef int announce(Payload payload) except -1:
+    """Other threads see from now on which memory is about to be cast."""
+    global casting
+    payload.next_casting = casting
+    casting = payload
+    return 0
+
+
+cdef int withdraw(Payload payload) except -1:
+    global casting
+    cdef Payload before = casting
+    if before is payload:
+        casting = payload.next_casting
+    else:
+        while before is not None and before.next_casting is not payload:
+            before = before.next_casting
+        if before is not None:
+            before.next_casting = payload.next_casting
+    payload.next_casting = None
+    return 0
+
+
+def forget_casting():
+    """In a forked child no other thread lives, and none will ever finish its casts."""
+    global casting
+    casting = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_casting)
+
+
 cdef bint being_cast(Payload payload, Leaf* leaf) except -1:
     """A request is handed over to one encode at a time: memory that another thread is casting is an error."""
     cdef Payload other = casting
     cdef int i
     while other is not None:
-        for i in range(other.nleaves):
-            if other.leaves[i].job >= 0 and other.leaves[i].start < leaf.end and leaf.start < other.leaves[i].end:
-                raise EncodeError("expected memory that nobody else writes, got a payload that another thread is casting in "
-                                  "place right now: encode a request from one thread at a time, or with inplace=False")
+        if other is not payload:
+            for i in range(other.nleaves):
+                if other.leaves[i].job >= 0 and other.leaves[i].start < leaf.end and leaf.start < other.leaves[i].end:
+                    raise EncodeError("expected memory that nobody else writes, got a payload that another thread is casting "
+                                      "in place right now: encode a request from one thread at a time, or with "
+                                      "inplace=False")
         other = other.next_casting
     return False
 
@@ -445,27 +493,15 @@ cdef bint being_cast(Payload payload, Leaf* leaf) except -1:
 cdef int cast_all(Payload payload, const fmm_cast_table_t* table) except -1:
     cdef int i
     cdef int64_t total = 0
-    cdef Payload before
-    global casting
     for i in range(payload.njobs):
         if payload.jobs[i].leader == i:
             total += payload.leaves[payload.jobs[i].leaf].nbytes
     payload.nbytes_cast += total
     if total < CAST_RELEASE_GIL_MIN_NBYTES:
         run_jobs(payload.jobs, payload.njobs, payload.target, table)
-        return 0
-    payload.next_casting = casting
-    casting = payload
-    with nogil:
-        run_jobs(payload.jobs, payload.njobs, payload.target, table)
-    if casting is payload:
-        casting = payload.next_casting
     else:
-        before = casting
-        while before.next_casting is not payload:
-            before = before.next_casting
-        before.next_casting = payload.next_casting
-    payload.next_casting = None
+        with nogil:
+            run_jobs(payload.jobs, payload.njobs, payload.target, table)
     return 0
 
 

@@ -31,6 +31,7 @@ cdef extern from "c/plan_field.h":
         FMM_MODE_PAYLOAD
         FMM_MODE_FIELD
         FMM_MODE_FEATURES
+        FMM_MODE_IDS
         FMM_EMPTY_KEPT
         FMM_EMPTY_LIST
         FMM_EMPTY_DICT
@@ -84,3 +85,6 @@ cdef inline PyObject* plan_of(PyTypeObject* cls) except NULL:
 
 # The object that msgspec uses for "not there", borrowed; NULL while no struct of msgspec was met.
 cdef PyObject* unset_object
+
+# For buffers where a tensor is wanted: bytes, bytearray, memoryview, which are plain bytes elsewhere.
+cdef Plan buffer_plan

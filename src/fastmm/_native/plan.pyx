@@ -30,10 +30,11 @@ from .tensor cimport FAMILY_BUFFER, Producer, producer_of
 cdef extern from *:
     """
     #include <structmember.h>
-    /* The offset of a slot, 0 when `descriptor` is not the member descriptor of a plain object slot. */
-    static Py_ssize_t fmm_slot_offset(PyObject *descriptor)
+    /* The offset of a slot, 0 when `descriptor` is not the member descriptor of a plain object slot of the class. */
+    static Py_ssize_t fmm_slot_offset(PyObject *cls, PyObject *descriptor)
     {
         if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return 0;
+        if (!PyType_IsSubtype((PyTypeObject *)cls, PyDescr_TYPE(descriptor))) return 0;
         PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
         return member->type == T_OBJECT_EX ? member->offset : 0;
     }
@@ -44,7 +45,7 @@ cdef extern from *:
         return procs != NULL && procs->bf_getbuffer != NULL;
     }
     """
-    Py_ssize_t fmm_slot_offset(object descriptor)
+    Py_ssize_t fmm_slot_offset(object cls, object descriptor)
     bint fmm_exports_buffer(object cls)
 
 cdef PlanEntry plan_cache[PLAN_CACHE_SIZE]
@@ -172,12 +173,17 @@ cdef Plan plan_build(object cls):
         plan = plan_new(KIND_MAPPING)
         plan.user_dict = issubclass(cls, UserDict)
         return plan
-    if fmm_exports_buffer(cls):
-        plan = plan_new(KIND_TENSOR)
-        plan.producer = Producer.__new__(Producer)
-        plan.producer.family = FAMILY_BUFFER
-        return plan
-    return plan_new(KIND_UNKNOWN)
+    return buffer_plan if fmm_exports_buffer(cls) else plan_new(KIND_UNKNOWN)
+
+
+cdef Plan make_buffer_plan():
+    cdef Plan plan = plan_new(KIND_TENSOR)
+    plan.producer = Producer.__new__(Producer)
+    plan.producer.family = FAMILY_BUFFER
+    return plan
+
+
+cdef Plan buffer_plan = make_buffer_plan()
 
 
 cdef Plan convert_plan(object convert):
@@ -245,9 +251,10 @@ cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_
     for i in range(plan.nfields):
         field = &plan.fields[i]
         name = plan.names[i]
-        field.offset = 0 if in_dict else fmm_slot_offset(find_attribute(cls, name))
-        if field.offset == 0:
-            plan.in_dict = True
+        field.offset = 0 if in_dict else fmm_slot_offset(cls, find_attribute(cls, name))
+        if field.offset == 0 and not in_dict:
+            raise SchemaError(f"expected a class with slots, got {cls.__module__}.{cls.__qualname__}, whose field {name!r} "
+                              "has none: give its dataclass decorator slots=True")
         field.key = position
         field.key_nbytes = len(encoded[i])
         position += field.key_nbytes
@@ -289,8 +296,6 @@ cdef Plan msgspec_plan(object cls):
             factory = getattr(value, "factory", msgspec.NODEFAULT) if type(value).__name__ == "Factory" else msgspec.NODEFAULT
             defaults[i] = default_of(value, factory, msgspec.NODEFAULT)
     plan = struct_plan(cls, names, list(cls.__struct_encode_fields__), defaults, as_array, False)
-    if plan.in_dict:
-        raise SchemaError(f"expected a msgspec struct with slots, got {cls.__module__}.{cls.__qualname__}")
     plan.may_omit = not as_array  # UNSET leaves a field out
     if config.tag is not None:
         plan.head = msgpack.packb(config.tag) if as_array else msgpack.packb(config.tag_field) + msgpack.packb(config.tag)
@@ -309,6 +314,8 @@ cdef Plan record_plan(object cls):
         for field in fields
     ]
     plan = struct_plan(cls, names, names, defaults, cls.__wire__ == "array", False)
+    if "prompt_token_ids" in names:
+        plan.fields[names.index("prompt_token_ids")].mode |= FMM_MODE_IDS
     factory = cls.__dict__.get("__wire_factory__")
     if factory is not None:
         wrap(plan, factory)
@@ -318,7 +325,7 @@ cdef Plan record_plan(object cls):
 cdef Plan dataclass_plan(object cls):
     cdef Plan plan
     names = [field.name for field in dataclasses.fields(cls)]
-    slots = all(fmm_slot_offset(find_attribute(cls, name)) for name in names)
+    slots = all(fmm_slot_offset(cls, find_attribute(cls, name)) for name in names)
     plan = struct_plan(cls, names, names, [(NOTHING, NOTHING)] * len(names), False, not slots)
     plan.may_omit = plan.missing_ok = True
     computed = hasattr(cls, "__getattr__") or cls.__getattribute__ is not object.__getattribute__

@@ -23,7 +23,6 @@ cdef extern from "fastmm/dlpack.h" nogil:
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
         FMM_DTYPE_NONE
-        FMM_DTYPE_COUNT
         FMM_CLASS_FLOAT
         FMM_CLASS_COMPLEX
     ctypedef struct fmm_dtype_info_t:
@@ -55,10 +54,6 @@ cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
     int METH_NOARGS
     PyObject* Py_True  # `<PyObject*>True` would be the number 1, cast to a pointer
-    bint Py_IsInitialized() nogil
-    ctypedef int PyGILState_STATE
-    PyGILState_STATE PyGILState_Ensure() nogil
-    void PyGILState_Release(PyGILState_STATE) nogil
 
 cdef extern from *:
     """
@@ -144,20 +139,28 @@ cdef int tensor_view(Producer producer, PyObject* obj, TensorView* view) except 
     view.moved = False
     view.numpy_style = False
     view.swapped = False
-    if producer.family == FAMILY_EXCHANGE:
-        return view_exchange(producer, obj, view)
-    if producer.family == FAMILY_NUMPY:
-        return view_numpy(obj, view)
     try:
-        if producer.family == FAMILY_WIRE:
-            return view_wire(<object>obj, view)
-        if producer.family == FAMILY_DLPACK:
-            return view_dlpack(<object>obj, view)
-        return view_buffer(<object>obj, view)
+        if producer.family == FAMILY_EXCHANGE:
+            return view_exchange(producer, obj, view)
+        if producer.family == FAMILY_NUMPY:
+            return view_numpy(obj, view)
+        return view_other(producer.family, <object>obj, view)
+    except BaseException:
+        tensor_view_clear(view)
+        raise
+
+
+cdef int view_other(Family family, object obj, TensorView* view) except -1:
+    try:
+        if family == FAMILY_WIRE:
+            return view_wire(obj, view)
+        if family == FAMILY_DLPACK:
+            return view_dlpack(obj, view)
+        return view_buffer(obj, view)
     except SchemaError:
         raise
     except Exception as error:  # a WireTensor's fields can be set to anything, and `__dlpack__` is anybody's code
-        raise refusal(<object>obj, error) from None
+        raise refusal(obj, error) from None
 
 
 cdef void tensor_view_clear(TensorView* view) noexcept:
@@ -423,6 +426,8 @@ cdef int view_dlpack(object obj, TensorView* view) except -1:
     view_from_dlpack(tensor, view)
     if view.dtype == FMM_DTYPE_NONE:
         raise refusal(obj, None)
+    if fmm_dtype_infos[view.dtype].number_class >= FMM_CLASS_FLOAT and hasattr(obj, "is_neg"):
+        refuse_lazy(obj)  # a torch from before the exchange table
     return hold(view, capsule)
 
 

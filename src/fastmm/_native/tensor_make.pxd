@@ -11,3 +11,7 @@ cdef object tensor_make(Family family, void* data, int dtype, int ndim, const in
 
 # torch's exchange table; imports torch on first use.
 cdef const fmm_dl_exchange_api_t* torch_api() except NULL
+
+# Whether any of these bytes belong to memory that a torch tensor of ours shows although it must not be written to: torch
+# has no read-only tensors, so this is the only place that knows.
+cdef bint is_exported_readonly(const void* data, size_t nbytes) noexcept

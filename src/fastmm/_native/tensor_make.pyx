@@ -3,7 +3,7 @@
 cimport numpy as cnp
 from cpython.object cimport PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from fastmm.errors import SchemaError
@@ -25,6 +25,9 @@ cdef extern from "fastmm/dtype.h" nogil:
         uint8_t dlpack_bits
         char numpy_kind
     const fmm_dtype_info_t fmm_dtype_infos[1]
+
+cdef extern from "Python.h":
+    bint Py_IsInitialized() nogil
 
 cdef extern from "fastmm/size.h" nogil:
     bint fmm_shape_nelem(const int64_t* shape, int ndim, int64_t* out)
@@ -97,17 +100,49 @@ cdef object make_numpy(void* data, cnp.dtype descr, int ndim, const int64_t* sha
 cdef struct Export:  # what stands behind a DLPack tensor of ours
     fmm_dl_managed_t managed
     PyObject* owner  # counted
+    size_t nbytes
+    Export* previous  # among the read-only ones
+    Export* next
     int64_t dims[1]  # shape, then strides
 
+# Tensors over read-only memory that are alive; a doubly linked list, guarded by the GIL.
+cdef Export* readonly_exports = NULL
 
-cdef void release_export(fmm_dl_managed_t* managed) noexcept with gil:
-    """The consumer's last holder let go, on any thread, with or without the GIL."""
-    cdef Export* export = <Export*>managed
+
+cdef bint is_exported_readonly(const void* data, size_t nbytes) noexcept:
+    cdef Export* export = readonly_exports
+    cdef uintptr_t start = <uintptr_t>data
+    cdef uintptr_t other
+    while export is not NULL:
+        other = <uintptr_t>export.managed.tensor.data
+        if start < other + export.nbytes and other < start + nbytes:
+            return True
+        export = export.next
+    return False
+
+
+cdef void release_export(fmm_dl_managed_t* managed) noexcept nogil:
+    """The consumer's last holder let go, on any thread, with or without the GIL.  After the interpreter's end there is
+    nobody left to give the memory back to."""
+    if Py_IsInitialized():
+        with gil:
+            forget_export(<Export*>managed)
+
+
+cdef void forget_export(Export* export) noexcept:
+    global readonly_exports
+    if export.previous is not NULL:
+        export.previous.next = export.next
+    elif readonly_exports is export:
+        readonly_exports = export.next
+    if export.next is not NULL:
+        export.next.previous = export.previous
     Py_DECREF(<object>export.owner)
     free(export)
 
 
 cdef object make_torch(void* data, int dtype, int ndim, const int64_t* shape, object owner, bint readonly):
+    global readonly_exports
     cdef const fmm_dl_exchange_api_t* api = torch_api()
     cdef Export* export = <Export*>malloc(sizeof(Export) + 2 * ndim * sizeof(int64_t))
     cdef int64_t stride = 1
@@ -134,6 +169,8 @@ cdef object make_torch(void* data, int dtype, int ndim, const int64_t* shape, ob
     export.managed.tensor.shape = export.dims
     export.managed.tensor.strides = export.dims + ndim
     export.managed.tensor.byte_offset = 0
+    export.nbytes = stride * fmm_dtype_infos[dtype].item_nbytes
+    export.previous = export.next = NULL
     Py_INCREF(owner)
     export.owner = <PyObject*>owner
     try:
@@ -141,6 +178,11 @@ cdef object make_torch(void* data, int dtype, int ndim, const int64_t* shape, ob
     except BaseException:
         release_export(&export.managed)
         raise
+    if readonly and data is not NULL:
+        export.next = readonly_exports
+        if readonly_exports is not NULL:
+            readonly_exports.previous = export
+        readonly_exports = export
     tensor = <object><PyObject*>made
     Py_DECREF(tensor)
     return tensor

@@ -19,23 +19,23 @@ from fastmm.errors import EncodeError, FastmmError, SchemaError
 
 from .binary cimport write_bytes, write_ext, write_raw
 from .cast cimport cpu_features, selected_table
-from .leaf cimport write_tensor
+from .leaf cimport count_payload, ids_of, write_tensor
 from .message cimport (
     MEMO_SIZE, PART_FIELD, PART_FIXED, PART_HOOK, PART_ITEM, PART_KEY, Memo, Message, Part,
     append, at_path, enter, fail, foreign, leave, need,
 )
 from .payload cimport payload_finish, payload_next, payload_repeat, payload_start
 from .plan cimport (
-    FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST,
+    FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_IDS, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST,
     KIND_MAPPING, KIND_NUMBER, KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
-    KIND_UNSET, Plan, fmm_field_t, plan_of, unset_object,
+    KIND_UNSET, PLAN_CACHE_SIZE, Plan, PlanEntry, fmm_field_t, buffer_plan, plan_cache, plan_find,
+    unset_object,
 )
 from .pool cimport block_acquire
 
 cdef extern from "fastmm/msgpack_write.h" nogil:
     cdef enum:
         FMM_WRITE_MAX_NBYTES
-    uint8_t* fmm_write_nil(uint8_t* p)
     uint8_t* fmm_write_int(uint8_t* p, int64_t value)
     uint8_t* fmm_write_uint(uint8_t* p, uint64_t value)
     uint8_t* fmm_write_str_header(uint8_t* p, uint32_t nbytes)
@@ -53,7 +53,7 @@ cdef extern from "fastmm/pack_ids.h" nogil:
 cdef extern from "c/pyscalar.h":
     cdef enum:
         FMM_PUT_SCALAR_MAX_NBYTES
-    bint fmm_gather_ids(PyObject** items, Py_ssize_t nelem, uint32_t* ids)
+    Py_ssize_t fmm_gather_ids(PyObject** items, Py_ssize_t nelem, uint32_t* ids)
     bint fmm_pylong_small(object item, int64_t* value)
     uint8_t* fmm_put_scalar(uint8_t* p, PyObject* obj)
     cdef enum:
@@ -89,7 +89,8 @@ cdef extern from "Python.h":
         PyObject** ob_item
 
 cdef enum:
-    IDS_CHUNK = 240  # token ids, or slices, at a time; a multiple of what the kernel packs in a step
+    IDS_CHUNK = 240  # token ids at a time; a multiple of what the kernel packs in a step
+    SLICES_CHUNK = 32
     BLOCK_MIN_NBYTES = 32 << 10
 
 cdef fmm_pack_ids_fn_t pack_ids = NULL
@@ -142,7 +143,7 @@ cdef int write_value(Message m, object obj, int mode) except -1:
     cdef uint8_t* after
     need(m, FMM_PUT_SCALAR_MAX_NBYTES)
     if mode & FMM_MODE_PAYLOAD:
-        check_payload(m, obj, cls)
+        return write_payload(m, obj, mode)
     after = fmm_put_scalar(m.data + m.size, <PyObject*>obj)
     if after is not NULL:
         m.size = after - m.data
@@ -156,18 +157,35 @@ cdef int write_value(Message m, object obj, int mode) except -1:
     return write_planned(m, obj, mode)
 
 
-cdef int check_payload(Message m, object obj, PyTypeObject* cls) except -1:
+cdef int write_payload(Message m, object obj, int mode) except -1:
     """The data of a field element: what the engine's decoder takes there, and nothing else."""
-    cdef object _held = obj
-    cdef Plan plan = <Plan>plan_of(cls)
-    if plan.kind not in (KIND_TENSOR, KIND_LIST, KIND_TUPLE, KIND_NUMBER, KIND_CONVERT, KIND_UNKNOWN):
-        fail(m, SchemaError, f"expected a tensor, a number, or a list of these, got a {type(obj).__qualname__}")
-    return 0
+    cdef object held = obj
+    cdef Plan plan = plan_for(m, held)
+    if plan.kind == KIND_NUMBER:
+        return write_value(m, held, 0)
+    if plan.kind == KIND_BYTES:
+        return write_tensor(m, held, buffer_plan, mode)
+    if plan.kind not in (KIND_TENSOR, KIND_LIST, KIND_TUPLE, KIND_CONVERT, KIND_UNKNOWN):
+        fail(m, SchemaError, f"expected a tensor, a number, or a list of these, got a {type(held).__qualname__}")
+    return write_planned(m, held, mode)
+
+
+cdef inline Plan plan_for(Message m, object obj):
+    """The plan of an object's type.  Making one may run code of its metaclass: whoever asks holds the object."""
+    cdef PlanEntry* entry = &plan_cache[(<uintptr_t>Py_TYPE(obj) >> 4) % PLAN_CACHE_SIZE]
+    return <Plan>entry.plan if entry.cls == Py_TYPE(obj) else plan_missed(m, obj)
+
+
+cdef Plan plan_missed(Message m, object obj):
+    try:
+        return <Plan>plan_find(Py_TYPE(obj))
+    except Exception as error:
+        foreign(m, error, f"looking at the class of a {type_name(obj)}")
 
 
 cdef int write_planned(Message m, object obj, int mode) except -1:
     cdef object _held = obj  # from here on its own code may run, and empty whatever holds it
-    cdef Plan plan = <Plan>plan_of(Py_TYPE(obj))
+    cdef Plan plan = plan_for(m, obj)
     if plan.kind == KIND_STRUCT:
         return write_struct(m, obj, plan)
     if plan.kind == KIND_TENSOR:
@@ -285,7 +303,7 @@ cdef inline int write_run(Message m, object obj, int mode, Py_ssize_t nelem, Py_
     cdef PyObject** items = (<PyListObject*><PyObject*>obj).ob_item
     cdef PyTypeObject* cls = Py_TYPE(<object>items[index[0]])
     cdef uint32_t ids[IDS_CHUNK]
-    cdef Py_ssize_t i = index[0], chunk
+    cdef Py_ssize_t i = index[0], chunk, plain
     cdef int64_t value
     cdef uint8_t* p
     if cls is <PyTypeObject*>int:
@@ -298,16 +316,19 @@ cdef inline int write_run(Message m, object obj, int mode, Py_ssize_t nelem, Py_
                 p = m.data + m.size
                 m.size = fmm_write_int(p, value) - m.data
                 m.size = fmm_repeat(p, m.data + m.size - p, chunk) - m.data
-            elif fmm_gather_ids(items + i, chunk, ids):
-                need(m, chunk * FMM_PACK_ID_MAX_NBYTES + FMM_PACK_IDS_SLACK_NBYTES)
-                m.size = pack_ids(m.data + m.size, ids, chunk) - m.data
-            else:
-                break
-            i += chunk
+                i += chunk
+                continue
+            plain = fmm_gather_ids(items + i, chunk, ids)
+            need(m, chunk * FMM_PACK_ID_MAX_NBYTES + FMM_PACK_IDS_SLACK_NBYTES)
+            m.size = pack_ids(m.data + m.size, ids, plain) - m.data
+            i += plain
+            index[0] = i
+            if plain == 0:
+                break  # not a token id: the general way writes it, and comes back
         index[0] = i
     elif (cls is <PyTypeObject*>slice or cls is <PyTypeObject*>tuple) and not mode:
         while i < nelem:
-            chunk = min(nelem - i, IDS_CHUNK)
+            chunk = min(nelem - i, SLICES_CHUNK)
             need(m, chunk * FMM_PUT_SLICES_MAX_NBYTES)
             index[0] = 0
             m.size = fmm_put_slices(m.data + m.size, items + i, chunk, index) - m.data
@@ -338,6 +359,7 @@ cdef int write_set(Message m, object obj, int mode) except -1:
         items = tuple(obj)
     except Exception as error:
         foreign(m, error, f"iterating a {type(obj).__qualname__}")
+    m.payload.held.append(items)
     return write_tuple(m, items, mode)
 
 
@@ -459,7 +481,8 @@ cdef int write_array_fields(Message m, object obj, Plan plan) except -1:
         value = fmm_slot_value(obj, &plan.fields[i])
         if value is NULL:
             fail(m, SchemaError, "expected a value, got a field that is not set")
-        write_field(m, &plan.fields[i], <object>value)
+        held = <object>value
+        write_field(m, &plan.fields[i], held)
         i += 1
     leave(m)
     return 0
@@ -468,8 +491,10 @@ cdef int write_array_fields(Message m, object obj, Plan plan) except -1:
 cdef inline int write_field(Message m, const fmm_field_t* field, object value) except -1:
     if field.mode & FMM_MODE_FEATURES:
         return write_features(m, value)
-    if field.mode & FMM_MODE_FIELD and not (<Plan>plan_of(Py_TYPE(value))).wrapped:
+    if field.mode & FMM_MODE_FIELD and not plan_for(m, value).wrapped:
         fail(m, SchemaError, f"expected a batched, flat or shared field, got a {type(value).__qualname__}")
+    if field.mode & FMM_MODE_IDS and plan_for(m, value).kind == KIND_TENSOR:
+        return write_value(m, ids_of(m, value, plan_for(m, value)), 0)
     return write_value(m, value, field.mode)
 
 
@@ -536,7 +561,7 @@ cdef int write_pair(Message m, object obj, Plan plan, int index, PyObject* value
     if value is NULL:
         return 0
     held = <object>value
-    if (<Plan>plan_of(Py_TYPE(held))).kind == KIND_UNSET:
+    if plan_for(m, held).kind == KIND_UNSET:
         return 0
     count[0] += 1
     need(m, field.key_nbytes + 16)
@@ -572,6 +597,7 @@ cdef int write_features(Message m, object features) except -1:
     cdef object _held = features
     cdef size_t offset = m.size
     if features is m.features and PyList_GET_SIZE(m.frames) == 1:
+        count_payload(m, m.features_payload_nbytes)
         need(m, m.features_nbytes)
         memcpy(m.data + offset, m.data + m.features_offset, m.features_nbytes)
         m.size += m.features_nbytes
@@ -579,11 +605,13 @@ cdef int write_features(Message m, object features) except -1:
         payload_repeat(m.payload, m.features_first_job, m.features_last_job, offset - m.features_offset)
         return 0
     cdef int first_job = m.payload.njobs
+    cdef int64_t payload_nbytes = m.payload_nbytes
     cdef bint first = PyList_GET_SIZE(m.frames) == 1
     write_value(m, features, 0)
     m.features = features if first else None  # indices of aux frames are part of the bytes
     m.features_offset = offset
     m.features_nbytes = m.size - offset
+    m.features_payload_nbytes = m.payload_nbytes - payload_nbytes
     m.features_frames = m.frames
     m.features_nframes = PyList_GET_SIZE(m.frames) - 1
     m.features_first_job = first_job

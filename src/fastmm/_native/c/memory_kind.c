@@ -6,7 +6,6 @@
 
 #include <fcntl.h>
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <unistd.h>
@@ -18,31 +17,16 @@
 
 enum answer { PRIVATE, NOT_PRIVATE, UNKNOWN };
 
-/* Kept open from call to call, and opened again after a fork: the file speaks of the process that opened it. */
-static int pagemap_fd = -1;
-static bool pagemap_asked = false;
-
-static void forget_pagemap(void)
-{
-    if (pagemap_fd >= 0) close(pagemap_fd);
-    pagemap_fd = -1;
-    pagemap_asked = false;
-}
-
-static void open_pagemap(void)
-{
-    static bool watching_forks = false;
-    if (!watching_forks) watching_forks = pthread_atfork(NULL, NULL, forget_pagemap) == 0;
-    pagemap_fd = watching_forks ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1;
-    pagemap_asked = true;
-}
-
+/* Opened for each question: a number kept for later may be somebody else's file by then, or another process's after a fork. */
 static enum answer ask_pagemap(uintptr_t address, uintptr_t page_nbytes)
 {
     uint64_t entry = 0;
-    if (!pagemap_asked) open_pagemap();
     (void)*(volatile const char *)address; /* an untouched page has no entry yet */
-    if (pagemap_fd < 0 || pread(pagemap_fd, &entry, 8, (off_t)(address / page_nbytes * 8)) != 8) return UNKNOWN;
+    const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    if (pagemap < 0) return UNKNOWN;
+    const ssize_t got = pread(pagemap, &entry, 8, (off_t)(address / page_nbytes * 8));
+    close(pagemap);
+    if (got != 8) return UNKNOWN;
     if (entry & PAGE_OF_FILE_OR_SHARED) return NOT_PRIVATE;
     return (entry & (PAGE_PRESENT | PAGE_SWAPPED)) ? PRIVATE : UNKNOWN;
 }

@@ -25,6 +25,8 @@ typedef struct {
 #define FMM_MODE_FIELD 4
 /* The list of features that requests of one prompt may share. */
 #define FMM_MODE_FEATURES 8
+/* Token ids: an array of integers is written as the list that the engine reads. */
+#define FMM_MODE_IDS 16
 
 #define FMM_EMPTY_KEPT 0
 #define FMM_EMPTY_LIST 1

@@ -14,7 +14,7 @@
 
 /* Since 3.12 the digits lie behind a tag that holds their number and the sign. */
 #if PY_VERSION_HEX >= 0x030c0000
-#define FMM_PYLONG_SIZE(o) (((PyLongObject *)(o))->long_value.lv_tag)
+#define FMM_PYLONG_SIZE(o) (((PyLongObject *)(o))->long_value.lv_tag & ~(uintptr_t)4) /* bit 2: immortal, since 3.14 */
 #define FMM_PYLONG_DIGIT(o) (((PyLongObject *)(o))->long_value.ob_digit[0])
 #define FMM_PYLONG_ONE_DIGIT ((uintptr_t)1 << 3) /* one digit, positive */
 #else
@@ -23,32 +23,40 @@
 #define FMM_PYLONG_ONE_DIGIT ((uintptr_t)1)
 #endif
 
-/* Copies nelem ids out of a list's items. Returns 1 when all are plain ints of one digit (1 to 2^30 - 1; with zero and
- * anything else the caller takes the general way); `ids` is rubbish otherwise. Eight at a time without a branch among them:
- * first that all are ints, for what is no int has no digit to read, then their digits. */
-static inline int fmm_gather_ids(PyObject *const *items, Py_ssize_t nelem, uint32_t *ids)
+/* Whether an int is a plain id: zero, or one positive digit. Zero has no digits, and in every version of CPython the digit
+ * of its one object is 0. */
+static inline int fmm_is_plain_id(PyObject *item, PyObject *zero)
 {
+    return FMM_PYLONG_SIZE(item) == FMM_PYLONG_ONE_DIGIT || item == zero;
+}
+
+/* Copies ids out of a list's items, up to the first that is no plain int from 0 to 2^30 - 1; returns how many. Eight at a
+ * time without a branch among them: first that all are ints, for what is no int has no digit to read, then their digits. */
+static inline Py_ssize_t fmm_gather_ids(PyObject *const *items, Py_ssize_t nelem, uint32_t *ids)
+{
+    PyObject *zero = PyLong_FromLong(0); /* cached by the interpreter, which keeps it alive */
     const uintptr_t pylong = (uintptr_t)&PyLong_Type;
-    uintptr_t other = 0;
     Py_ssize_t i = 0;
+    Py_XDECREF(zero);
     for (; i + 8 <= nelem; i += 8) {
-        uintptr_t type = 0;
+        uintptr_t type = 0, other = 0;
         for (int k = 0; k < 8; k++) type |= (uintptr_t)Py_TYPE(items[i + k]) ^ pylong;
-        if (type) return 0;
+        if (type) break;
         for (int k = 0; k < 8; k++) {
             other |= FMM_PYLONG_SIZE(items[i + k]) ^ FMM_PYLONG_ONE_DIGIT;
             ids[i + k] = FMM_PYLONG_DIGIT(items[i + k]);
         }
+        for (int k = 0; other && k < 8; k++) /* a zero among them is fine */
+            if (!fmm_is_plain_id(items[i + k], zero)) return i + k;
     }
     for (; i < nelem; i++) {
-        if (!Py_IS_TYPE(items[i], &PyLong_Type)) return 0;
-        other |= FMM_PYLONG_SIZE(items[i]) ^ FMM_PYLONG_ONE_DIGIT;
+        if (!Py_IS_TYPE(items[i], &PyLong_Type) || !fmm_is_plain_id(items[i], zero)) break;
         ids[i] = FMM_PYLONG_DIGIT(items[i]);
     }
-    return other == 0;
+    return i;
 }
 
-/* A plain int as int64_t: 1, or 0 when it has more than two digits (ask Python then). */
+/* A plain int as int64_t: 1, or 0 when it has more than one digit (ask Python then). */
 static inline int fmm_pylong_small(PyObject *item, int64_t *value)
 {
 #if PY_VERSION_HEX >= 0x030c0000
