@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fastmm
-from fastmm import Encoder, EncodeError, EngineCoreRequest, SchemaError, WireTensor, decode_request, encode_request
+from fastmm import EncodeError, Encoder, EngineCoreRequest, SchemaError, WireTensor, decode_request, encode_request
 
 torch = pytest.importorskip("torch")
 
@@ -87,13 +87,15 @@ def test_token_ids_of_another_kind_are_refused(ids):
 def test_any_buffer_is_a_tensor_where_one_is_wanted(buffer):
     frames = encode_request(EngineCoreRequest("r", [1], [feature(buffer)]))
     data = decode_request(frames, tensors="numpy").mm_features[0].data["pixel_values"].data
-    assert data.dtype == np.uint8 and data.tobytes() == b"abc"
+    assert data.dtype == np.uint8
+    assert data.tobytes() == b"abc"
 
 
 def test_a_memoryview_keeps_its_type_and_shape():
     frames = encode_request(EngineCoreRequest("r", [1], [feature(memoryview(np.ones((3, 4), np.float32)))]))
     data = decode_request(frames).mm_features[0].data["pixel_values"].data
-    assert data.dtype == torch.float32 and data.shape == (3, 4)
+    assert data.dtype == torch.float32
+    assert data.shape == (3, 4)
 
 
 def test_long_doubles_are_no_payload_that_can_be_cast():
