@@ -1,7 +1,5 @@
 """The encoder: options, the reuse of buffers from message to message, counters."""
 
-import operator
-
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -15,6 +13,7 @@ from fastmm.errors import EncodeError, SchemaError
 from .cast cimport cast_target
 from .frame cimport Frame, frame_new
 from .message cimport Message, message_clear, message_new
+from .options cimport switch, whole
 from .payload cimport payload_new
 from .pool import pool_stats
 from .walk cimport message_finish, message_start, message_walk
@@ -52,26 +51,6 @@ def default_threshold() -> int:
     if not 0 <= value < 1 << 63:
         raise SchemaError(f"expected a number of bytes >= 0 in {THRESHOLD_VARIABLE}, got {text[:32]!r}")
     return value
-
-
-cdef int64_t whole(str name, object value, int64_t low, int64_t high) except? -1:
-    """An option that is a whole number within bounds."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise SchemaError(f"expected a whole number for {name}, got a {type(value).__qualname__}") from None
-    if not low <= number <= high:
-        raise SchemaError(f"expected {name} from {low} to {high}, got {number}")
-    return number
-
-
-cdef bint switch(str name, object value) except -1:
-    """An option that is on or off, and no other truth value: it decides whether the caller's memory is written to."""
-    if value is not True and value is not False:
-        raise SchemaError(f"expected True or False for {name}, got a {type(value).__qualname__}")
-    return value is True
 
 
 cdef tuple all_of(object requests):

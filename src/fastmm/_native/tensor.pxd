@@ -89,7 +89,8 @@ cdef struct TensorView:
 # The reader of a type's tensors, or None when the type is no tensor.
 cdef Producer producer_of(object cls)
 
-# Looks at `obj`; on success the view must be cleared, on failure it is.  Raises SchemaError (without a path) for what cannot travel.
+# Looks at `obj`; on success the view must be cleared, on failure it is.  Raises SchemaError, without a path, for what
+# cannot travel.
 cdef int tensor_view(Producer producer, PyObject* obj, TensorView* view) except -1
 cdef void tensor_view_clear(TensorView* view) noexcept
 
