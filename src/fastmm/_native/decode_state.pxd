@@ -12,12 +12,9 @@ cdef extern from "fastmm/status.h" nogil:
         FMM_ERR_TRUNCATED
         FMM_ERR_LIMIT
         FMM_ERR_OVERFLOW
-        FMM_ERR_TYPE
-        FMM_ERR_VALUE
 
 cdef extern from "fastmm/msgpack_read.h" nogil:
     ctypedef enum fmm_kind_t:
-        FMM_KIND_INVALID
         FMM_KIND_NIL
         FMM_KIND_BOOL
         FMM_KIND_INT
@@ -27,9 +24,6 @@ cdef extern from "fastmm/msgpack_read.h" nogil:
         FMM_KIND_ARRAY
         FMM_KIND_MAP
         FMM_KIND_EXT
-        FMM_KIND_COUNT
-    enum:
-        FMM_READ_MAX_DEPTH
     ctypedef struct fmm_reader_t:
         const uint8_t* cur
         const uint8_t* end

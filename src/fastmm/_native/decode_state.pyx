@@ -16,7 +16,6 @@ cdef extern from "Python.h":
 
 cdef extern from "fastmm/msgpack_read.h" nogil:
     uint64_t fmm_load_be64(const uint8_t* p)
-    uint32_t fmm_load_be32(const uint8_t* p)
 
 cdef enum:
     NAMES = 256  # a power of two

@@ -6,7 +6,6 @@ for it lies unaligned amid the main frame, and a view would keep all of that ali
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.object cimport PyTypeObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.string cimport memcmp, memcpy
@@ -39,29 +38,23 @@ from .decode_state cimport (
 from .frame cimport frame_new
 from .pool cimport Block, block_acquire
 from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM
-from .tensor_make cimport tensor_make
+from .tensor_make cimport make_numpy, numpy_descr, tensor_make
 
 cnp.import_array()
 
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
         FMM_DTYPE_NONE
-        FMM_DTYPE_COUNT
     ctypedef struct fmm_dtype_info_t:
         const char* name
         uint8_t name_nbytes
         uint8_t item_nbytes
-        char numpy_kind
     const fmm_dtype_info_t fmm_dtype_infos[1]
     int fmm_dtype_from_name(const char* name, size_t name_nbytes)
     int fmm_dtype_from_numpy(char kind, size_t item_nbytes)
 
 cdef extern from "fastmm/size.h" nogil:
     c_bool fmm_mul_i64(int64_t a, int64_t b, int64_t* out)
-
-cdef extern from "numpy/arrayobject.h":
-    object PyArray_NewFromDescr(PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int, object)
-    PyTypeObject PyArray_Type
 
 cdef enum:
     POOLED_NBYTES = 65536  # copies from this size on go to a warm block of the pool
@@ -86,7 +79,6 @@ cdef struct KnownDescr:
     PyObject* descr  # counted
 
 cdef KnownDescr known_descrs[DESCRS]
-cdef PyObject* table_descrs[32]  # of the table's own types, counted; NULL: not asked for yet
 cdef uint8_t nothing[64]  # what an empty tensor points to
 
 
@@ -133,7 +125,7 @@ cdef object read_dtype(DecodeState* s, Header* header):
         header.item_nbytes = fmm_dtype_infos[header.dtype].item_nbytes
         header.alignment = header.item_nbytes
         return None
-    found = numpy_descr(header.name, header.name_nbytes)
+    found = spelt_descr(header.name, header.name_nbytes)
     if found is None:
         fail(s, at, f"expected a dtype such as 'bfloat16' or '<f4', got {shown(header)}")
     descr = found
@@ -147,7 +139,7 @@ cdef str shown(Header* header):
     return repr((<const char*>header.name)[:min(header.name_nbytes, <uint32_t>NAME_MAX_NBYTES)].decode("ascii", "replace"))
 
 
-cdef object numpy_descr(const uint8_t* name, uint32_t nbytes):
+cdef object spelt_descr(const uint8_t* name, uint32_t nbytes):
     """The type numpy spells so, None when it is none that may travel."""
     cdef KnownDescr* known
     cdef PyObject* old
@@ -259,7 +251,6 @@ cdef object read_inline(DecodeState* s, Header* header):
 
 cdef object make_inline(DecodeState* s, Header* header, const uint8_t* data):
     """A tensor over a private, aligned copy of inline data."""
-    cdef cnp.ndarray array
     cdef uint8_t* target
     s.nbytes_copied += header.nbytes
     if header.nbytes == 0:
@@ -267,8 +258,7 @@ cdef object make_inline(DecodeState* s, Header* header, const uint8_t* data):
     if header.nbytes < POOLED_NBYTES and (s.family == FAMILY_NUMPY or header.descr is not NULL and s.family != FAMILY_WIRE):
         descr = header_descr(header)
         if descr is not None:  # numpy's own memory: one object less
-            Py_INCREF(descr)  # the next call steals it
-            array = PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, <cnp.npy_intp*>header.shape, NULL, NULL, 0, None)
+            array = make_numpy(NULL, descr, header.ndim, header.shape, NULL, None, False)
             memcpy(cnp.PyArray_DATA(array), data, header.nbytes)
             return array
     owner = private_copy(data, header.nbytes, &target)
@@ -319,36 +309,15 @@ cdef object make(DecodeState* s, Header* header, void* data, object owner, bint 
             return tensor_make(FAMILY_EXCHANGE, data, header.dtype, header.ndim, header.shape, owner, readonly)
         descr = header_descr(header)
         if descr is None:
-            return tensor_make(FAMILY_NUMPY, data, header.dtype, header.ndim, header.shape, owner, readonly)
-        return make_numpy(header, descr, data, owner, readonly)
+            return tensor_make(FAMILY_WIRE, data, header.dtype, header.ndim, header.shape, owner, readonly)
+        return make_numpy(data, descr, header.ndim, header.shape, NULL, owner, readonly)
     except Exception as error:
         fail_foreign(s, f"no tensor can be made of {shown(header)} of shape {extents(header)}", error)
 
 
-cdef object make_numpy(Header* header, object descr, void* data, object owner, bint readonly):
-    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS | cnp.NPY_ARRAY_ALIGNED | (0 if readonly else cnp.NPY_ARRAY_WRITEABLE)
-    cdef cnp.ndarray array
-    Py_INCREF(descr)  # the next call steals it
-    array = PyArray_NewFromDescr(&PyArray_Type, descr, header.ndim, <cnp.npy_intp*>header.shape, NULL, data, flags, None)
-    cnp.set_array_base(array, owner)
-    return array
-
-
 cdef object header_descr(Header* header):
-    """numpy's type of the header, None when numpy has none of its own."""
-    cdef PyObject* descr = header.descr
-    cdef const fmm_dtype_info_t* info
-    if descr is NULL:
-        descr = table_descrs[header.dtype]
-    if descr is not NULL:
-        return <object>descr
-    info = &fmm_dtype_infos[header.dtype]
-    if not info.numpy_kind:
-        return None  # bfloat16 and float8 are ml_dtypes', which tensor_make looks for
-    made = cnp.dtype(f"{chr(info.numpy_kind)}{info.item_nbytes}")
-    Py_INCREF(made)
-    table_descrs[header.dtype] = <PyObject*>made
-    return made
+    """numpy's type of the header, None when there is none: bfloat16 and float8 without ml_dtypes."""
+    return <object>header.descr if header.descr is not NULL else numpy_descr(header.dtype)
 
 
 # --- out of band ------------------------------------------------------------------------------------------------------

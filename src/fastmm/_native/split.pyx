@@ -1,11 +1,10 @@
 """Batches into items: leaves that view the batch's memory, and the schema objects around them.
 
-What is per batch (names, kinds, every check) is `features.py`'s; here are the loops over items.  Nothing is copied: a leaf
+What is per batch (names, kinds, every check) is `features/`'s; here are the loops over items.  Nothing is copied: a leaf
 lies in the batch's memory and holds what owns it.
 """
 
 cimport cython
-cimport numpy as cnp
 from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
 from cpython.object cimport PyTypeObject, Py_TYPE
@@ -28,9 +27,7 @@ from .tensor cimport (
     FAMILY_DLPACK, FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE, MAX_NDIM, Producer, TensorView, producer_of, tensor_gather,
     tensor_owner, tensor_view, tensor_view_clear,
 )
-from .tensor_make cimport tensor_make
-
-cnp.import_array()
+from .tensor_make cimport make_numpy, tensor_make
 
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
@@ -38,7 +35,6 @@ cdef extern from "fastmm/dtype.h" nogil:
         FMM_CLASS_INT
         FMM_CLASS_UINT
         FMM_CLASS_FLOAT
-        FMM_UINT8
         FMM_INT8
         FMM_UINT16
         FMM_INT16
@@ -51,10 +47,6 @@ cdef extern from "fastmm/dtype.h" nogil:
         uint8_t item_nbytes
         uint8_t number_class
     const fmm_dtype_info_t fmm_dtype_infos[1]
-
-cdef extern from "numpy/arrayobject.h":
-    object PyArray_NewFromDescr(PyTypeObject*, cnp.dtype, int, cnp.npy_intp*, cnp.npy_intp*, void*, int, object)
-    PyTypeObject PyArray_Type
 
 cdef extern from "Python.h":
     PyObject* PyList_GET_ITEM(object, Py_ssize_t) noexcept  # borrowed
@@ -283,17 +275,11 @@ cdef int leave_gaps(Batch batch) except -1:
 
 
 cdef object leaf_new(Batch batch, uint8_t* data, int ndim, int64_t* dims, int64_t* strides_nbytes):
-    cdef int flags
     if batch.how == HOW_MAKE:
         return tensor_make(FAMILY_DLPACK, data, batch.dtype, ndim, dims, batch.owner, not batch.writable)
     if batch.how == HOW_WIRE:
         return wire_leaf(batch, data, ndim, dims)
-    flags = cnp.NPY_ARRAY_WRITEABLE if batch.writable else 0
-    Py_INCREF(batch.descr)  # the next call steals it
-    array = PyArray_NewFromDescr(
-        &PyArray_Type, batch.descr, ndim, <cnp.npy_intp*>dims, <cnp.npy_intp*>strides_nbytes, data, flags, None)
-    cnp.set_array_base(array, batch.owner)
-    return array
+    return make_numpy(data, batch.descr, ndim, dims, strides_nbytes, batch.owner, not batch.writable)
 
 
 cdef object wire_leaf(Batch batch, uint8_t* data, int ndim, int64_t* dims):

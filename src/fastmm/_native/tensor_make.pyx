@@ -33,6 +33,7 @@ cdef extern from "fastmm/size.h" nogil:
     bint fmm_shape_nelem(const int64_t* shape, int ndim, int64_t* out)
 
 cdef object ml_dtypes_module = None  # False: looked for and not there
+cdef PyObject* numpy_descrs[32]  # by fmm_dtype_t, counted; NULL: not asked for yet
 cdef const fmm_dl_exchange_api_t* torch_exchange_api = NULL
 cdef object torch_capsule = None
 
@@ -60,7 +61,7 @@ cdef object tensor_make(Family family, void* data, int dtype, int ndim, const in
     if family == FAMILY_NUMPY or family == FAMILY_BUFFER or family == FAMILY_DLPACK:
         descr = numpy_descr(dtype)
         if descr is not None:
-            return make_numpy(data, descr, ndim, shape, owner, readonly)
+            return make_numpy(data, descr, ndim, shape, NULL, owner, readonly)
     cdef int64_t nelem = 0
     fmm_shape_nelem(shape, ndim, &nelem)
     frame = frame_new(data, nelem * fmm_dtype_infos[dtype].item_nbytes, owner)
@@ -68,6 +69,16 @@ cdef object tensor_make(Family family, void* data, int dtype, int ndim, const in
 
 
 cdef object numpy_descr(int dtype):
+    if numpy_descrs[dtype] is NULL:
+        descr = find_descr(dtype)
+        if descr is None:
+            return None
+        Py_INCREF(descr)
+        numpy_descrs[dtype] = <PyObject*>descr
+    return <object>numpy_descrs[dtype]
+
+
+cdef object find_descr(int dtype):
     global ml_dtypes_module
     cdef const fmm_dtype_info_t* info = &fmm_dtype_infos[dtype]
     if info.numpy_kind:
@@ -89,11 +100,14 @@ cdef extern from "numpy/arrayobject.h":
     PyTypeObject PyArray_Type
 
 
-cdef object make_numpy(void* data, cnp.dtype descr, int ndim, const int64_t* shape, object owner, bint readonly):
-    cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS | (0 if readonly else cnp.NPY_ARRAY_WRITEABLE)
+cdef object make_numpy(void* data, object descr, int ndim, const int64_t* shape, const int64_t* strides_nbytes, object owner,
+                       bint readonly):
+    cdef int flags = 0 if readonly or data is NULL else cnp.NPY_ARRAY_WRITEABLE  # numpy finds the others out
     Py_INCREF(descr)  # the next call steals it
-    array = PyArray_NewFromDescr(&PyArray_Type, descr, ndim, <cnp.npy_intp*>shape, NULL, data, flags, None)
-    cnp.set_array_base(array, owner)
+    array = PyArray_NewFromDescr(
+        &PyArray_Type, <cnp.dtype>descr, ndim, <cnp.npy_intp*>shape, <cnp.npy_intp*>strides_nbytes, data, flags, None)
+    if data is not NULL:
+        cnp.set_array_base(array, owner)
     return array
 
 
