@@ -119,3 +119,20 @@ def test_the_source_has_no_generated_c():
 def test_no_flag_ties_the_build_to_this_cpu():
     text = (ROOT / "setup.py").read_text(encoding="utf-8") + (ROOT / "Makefile").read_text(encoding="utf-8")
     assert not re.search(r'"-m(arch|tune|avx|cpu)|-march=native(?!`)', text)
+
+
+def test_a_foreign_name_that_is_declared_and_not_used_is_found(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("check_tree", ROOT / "tools/check_tree.py")
+    check_tree = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check_tree)
+    monkeypatch.setattr(check_tree, "ROOT", tmp_path)
+    native = tmp_path / "src/fastmm/_native"
+    native.mkdir(parents=True)
+    block = "cdef extern from 'x.h' nogil:\n    int fmm_used(int a)\n    int fmm_unused(int fmm_used)  # fmm_unused\n"
+    (native / "a.pyx").write_text(block + "\ncdef int a():\n    return fmm_used(1)\n")
+    (native / "b.pxd").write_text("cdef extern from 'y.h':\n    cdef enum:\n        FMM_USED\n        FMM_UNUSED\n")
+    (native / "b.pyx").write_text("print(FMM_USED)\n")
+    assert [fault.rpartition(": ")[2] for fault in check_tree.unused_declarations()] == [
+        "declares fmm_unused, which nothing uses",
+        "declares FMM_UNUSED, which nothing uses",
+    ]
