@@ -1,5 +1,6 @@
 """What an installed fastmm says of itself is true, and the checkout is as a checkout should be."""
 
+import fnmatch
 import importlib
 import importlib.metadata
 import importlib.util
@@ -136,3 +137,10 @@ def test_a_foreign_name_that_is_declared_and_not_used_is_found(tmp_path, monkeyp
         "declares fmm_unused, which nothing uses",
         "declares FMM_UNUSED, which nothing uses",
     ]
+
+
+def test_the_readme_names_every_source_of_the_core():
+    named = re.findall(r"`([\w./*]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    native = ROOT / "src/fastmm/_native"
+    for source in [*native.glob("*.pyx"), *native.glob("c/*.c")]:
+        assert any(fnmatch.fnmatch(source.as_posix(), f"*/{name}") for name in named), source.name
