@@ -30,8 +30,6 @@ cdef extern from "fastmm/dtype.h" nogil:
         uint8_t name_nbytes
         uint8_t item_nbytes
         uint8_t number_class
-        uint8_t dlpack_code
-        uint8_t dlpack_bits
         char numpy_kind
     const fmm_dtype_info_t fmm_dtype_infos[1]
     int fmm_dtype_from_dlpack(uint8_t code, uint8_t bits, unsigned short lanes)
@@ -52,7 +50,6 @@ cdef extern from "fastmm/strided.h" nogil:
 
 cdef extern from "Python.h":
     const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
-    int METH_NOARGS
     PyObject* Py_True  # `<PyObject*>True` would be the number 1, cast to a pointer
 
 cdef extern from *:

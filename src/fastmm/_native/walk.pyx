@@ -5,8 +5,6 @@ is, and where its fields lie, is asked once per type (plan.pyx).  Tensors are le
 frames, and where they are cast, is payload.pyx's.
 """
 
-import operator
-
 from cpython.dict cimport PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyTypeObject, Py_TYPE
@@ -32,13 +30,12 @@ from .plan cimport (
     unset_object,
 )
 from .pool cimport block_acquire
+from .scalar cimport write_int, write_slice, write_str
 
 cdef extern from "fastmm/msgpack_write.h" nogil:
     cdef enum:
         FMM_WRITE_MAX_NBYTES
     uint8_t* fmm_write_int(uint8_t* p, int64_t value)
-    uint8_t* fmm_write_uint(uint8_t* p, uint64_t value)
-    uint8_t* fmm_write_str_header(uint8_t* p, uint32_t nbytes)
     uint8_t* fmm_write_array_header(uint8_t* p, uint32_t nelem)
     uint8_t* fmm_write_map_header(uint8_t* p, uint32_t nelem)
     uint8_t* fmm_write_be16(uint8_t* p, unsigned short value)
@@ -66,7 +63,6 @@ cdef extern from "c/pyscalar.h":
     uint8_t* fmm_put_attributes_run(
         uint8_t* p, object attributes, PyObject** names, const char* keys, const fmm_field_t* fields, int nfields,
         Py_ssize_t* position, int* index, int* count, PyObject* unset, PyObject** value)
-    uint8_t* fmm_put_bound(uint8_t* p, PyObject* bound)
     uint8_t* fmm_put_slices(uint8_t* p, PyObject** items, Py_ssize_t nelem, Py_ssize_t* index)
     PyObject* fmm_slot_value(object obj, const fmm_field_t* field)
     Py_ssize_t fmm_same_run(PyObject** items, Py_ssize_t nelem)
@@ -76,15 +72,7 @@ cdef extern from "<stdint.h>" nogil:
     const uint64_t UINT32_MAX
 
 cdef extern from "Python.h":
-    const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*)
-    void PyErr_Clear()
-    long long PyLong_AsLongLongAndOverflow(object, int*) except? -1
-    unsigned long long PyLong_AsUnsignedLongLong(object) except? <unsigned long long>-1
     object PyObject_GenericGetDict(object, void*)
-    ctypedef struct PySliceObject:
-        PyObject* start
-        PyObject* stop
-        PyObject* step
     ctypedef struct PyListObject:
         PyObject** ob_item
 
@@ -211,65 +199,6 @@ cdef int write_planned(Message m, object obj, int mode) except -1:
     if plan.kind == KIND_RAW:
         return write_raw(m, obj)
     return write_hooked(m, obj, mode)
-
-
-cdef int write_int(Message m, object obj) except -1:
-    cdef int64_t value
-    cdef int overflow = 0
-    if not fmm_pylong_small(obj, &value):
-        value = PyLong_AsLongLongAndOverflow(obj, &overflow)
-        if overflow > 0:
-            try:
-                m.size = fmm_write_uint(m.data + m.size, PyLong_AsUnsignedLongLong(obj)) - m.data
-                return 0
-            except OverflowError:
-                pass
-        if overflow:
-            fail(m, EncodeError, "expected an integer from -2**63 to 2**64 - 1, got one that does not fit")
-    m.size = fmm_write_int(m.data + m.size, value) - m.data
-    return 0
-
-
-cdef int write_str(Message m, object obj) except -1:
-    cdef Py_ssize_t nbytes = 0
-    cdef const char* text = PyUnicode_AsUTF8AndSize(obj, &nbytes)
-    if text is NULL:
-        PyErr_Clear()
-        fail(m, EncodeError, "expected a string of valid Unicode, got one with a lone surrogate")
-    if nbytes > <Py_ssize_t>UINT32_MAX:
-        fail(m, EncodeError, f"expected a string of less than 4 GiB, got {nbytes} bytes")
-    need(m, FMM_WRITE_MAX_NBYTES + nbytes)
-    m.size = fmm_write_str_header(m.data + m.size, <uint32_t>nbytes) - m.data
-    memcpy(m.data + m.size, text, nbytes)
-    m.size += nbytes
-    return 0
-
-
-cdef int write_slice(Message m, object obj) except -1:
-    """`[start, stop, step]`, each an int or nil."""
-    cdef PySliceObject* bounds = <PySliceObject*><PyObject*>obj
-    need(m, 1 + 3 * FMM_WRITE_MAX_NBYTES)
-    m.size = fmm_write_array_header(m.data + m.size, 3) - m.data
-    cdef object start = <object>bounds.start, stop = <object>bounds.stop, step = <object>bounds.step  # held
-    write_bound(m, start)
-    write_bound(m, stop)
-    write_bound(m, step)
-    return 0
-
-
-cdef int write_bound(Message m, object bound) except -1:
-    cdef uint8_t* after = fmm_put_bound(m.data + m.size, <PyObject*>bound)
-    if after is not NULL:
-        m.size = after - m.data
-        return 0
-    try:
-        number = int(operator.index(bound))  # numpy integers and tensors of one integer, as vLLM's flat_from_sizes leaves them
-    except TypeError:
-        fail(m, SchemaError, f"expected slice bounds that are integers or None, got a {type(bound).__qualname__}")
-    except Exception as error:
-        foreign(m, error, "the slice bound's __index__")
-    need(m, 3 * FMM_WRITE_MAX_NBYTES)
-    return write_int(m, number)
 
 
 # --- containers ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Only cdef functions: everything here is for the other compiled modules."""
