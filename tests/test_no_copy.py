@@ -219,6 +219,25 @@ assert bool((made.mm_features[0].data["pixel_values"].data == 1.5).all())
 
 
 @pytest.mark.no_asan
+def test_no_memory_for_the_casts_leaves_the_buffer_of_encode_into_as_it_was():
+    measured("""
+buffer = bytearray(b"what was there")
+made = request(payload())
+encoder = fastmm.Encoder(dtype="bfloat16", inplace=False)
+for _ in range(3):
+    try:
+        with NoRoomFor(8 * MIB):
+            encoder.encode_into(made, buffer)
+    except MemoryError:
+        pass
+    else:
+        raise SystemExit("no error")
+    assert buffer == b"what was there", buffer
+assert len(encoder.encode_into(made, buffer)) == 2
+""")
+
+
+@pytest.mark.no_asan
 def test_encode_into_copies_the_main_frame_and_nothing_else():
     measured("""
 made = request(payload())

@@ -17,6 +17,7 @@ from fastmm import (
     SamplingParams,
     SchemaError,
     WireTensor,
+    decode_request,
     encode_request,
 )
 
@@ -348,3 +349,40 @@ def test_negative_strides(slices):
     assert sent(frames)[2] == expected
     assert leaf(made) is view
     assert array.tobytes() == values().numpy().tobytes()
+
+
+@pytest.mark.parametrize("tensors", ["torch", "numpy", "wire"])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_what_was_decoded_over_received_frames_is_cast_in_place_only_where_they_may_be_written_to(kind, tensors):
+    """A relay decodes, casts and sends on. Over `bytes` its leaves view memory that nobody may write to."""
+    frames = [kind(memoryview(frame)) for frame in encode_request(request(values(), values(seed=1)), threshold=0)]
+    kept = [bytes(memoryview(frame)) for frame in frames]
+    for dtype in ("float16", "bfloat16"):
+        relayed = decode_request(frames, tensors=tensors)
+        again = encode_request(relayed, dtype=dtype)
+        assert sent(again)[2] == bits(values().to(TORCH[dtype]))
+        if kind is bytes:
+            assert [bytes(memoryview(frame)) for frame in frames] == kept
+        else:
+            break
+    batch = decode_request([bytes(bytearray(frame)) for frame in kept], tensors=tensors)
+    part = leaf(batch)
+    if tensors != "wire":
+        before = np.asarray(part).tobytes()
+        encode_request(request(part[100:200], part[300:]), dtype="bfloat16")
+        assert np.asarray(part).tobytes() == before
+
+
+def test_what_came_through_a_socket_in_this_process_is_still_the_senders():
+    zmq = pytest.importorskip("zmq")
+    tensor = values(100_000)
+    with zmq.Context() as context:
+        sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        receiver.bind("inproc://relay")
+        sender.connect("inproc://relay")
+        sender.send_multipart(encode_request(request(tensor)), copy=False)
+        relayed = decode_request(receiver.recv_multipart(copy=False))
+        encode_request(relayed, dtype="bfloat16")
+        assert_untouched(tensor, values(100_000))
+        sender.close(0)
+        receiver.close(0)
