@@ -15,6 +15,9 @@
  * cast_one.h states the rule again as code, for one element.
  *
  * No kernel changes the thread's floating-point environment or leaves an exception flag behind. None needs the GIL.
+ *
+ * The functions declared here and in cpu.h are linked into fastmm._native.cast alone, and are not visible outside it: another
+ * extension calls them by a cimport from fastmm._native.cast (cast.pxd). cast_one.h works anywhere.
  */
 #ifndef FASTMM_CAST_H
 #define FASTMM_CAST_H
