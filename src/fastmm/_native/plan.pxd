@@ -60,6 +60,7 @@ cdef class Plan:
     cdef int nfields
     cdef bint as_array
     cdef bint in_dict  # attributes live in the instance's dict, where some may be missing
+    cdef bint dictless  # ... or would, had they one: all that is not in a slot is a property
     cdef bint may_omit  # UNSET, a default or a missing attribute leaves a field out
     cdef bint missing_ok  # a field without a value is left out; else it is an error
     cdef frozenset properties  # fields that are read by getattr

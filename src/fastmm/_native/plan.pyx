@@ -328,6 +328,7 @@ cdef Plan dataclass_plan(object cls):
     slots = all(fmm_slot_offset(cls, find_attribute(cls, name)) for name in names)
     plan = struct_plan(cls, names, names, [(NOTHING, NOTHING)] * len(names), False, not slots)
     plan.may_omit = plan.missing_ok = True
+    plan.dictless = plan.in_dict and not cls.__dictoffset__
     computed = hasattr(cls, "__getattr__") or cls.__getattribute__ is not object.__getattribute__
     plan.properties = frozenset(
         name for name in names if computed or plan.in_dict and hasattr(find_attribute(cls, name), "__set__"))

@@ -465,7 +465,7 @@ cdef int write_slots(Message m, object obj, Plan plan, Part* part, int* count) e
 
 cdef int write_attributes(Message m, object obj, Plan plan, Part* part, int* count) except -1:
     """Fields that live in the instance's dict."""
-    cdef object attributes = PyObject_GenericGetDict(obj, NULL)
+    cdef object attributes = {} if plan.dictless else PyObject_GenericGetDict(obj, NULL)
     cdef PyObject** names = (<PyListObject*><PyObject*>plan.names).ob_item
     cdef PyObject* value = NULL
     cdef Py_ssize_t position = 0
