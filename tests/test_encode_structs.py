@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastmm
 from fastmm import Encoder, FastmmError, SchemaError
 
 msgspec = pytest.importorskip("msgspec")
@@ -514,3 +516,64 @@ def test_unset_is_known_before_any_struct_was_seen():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- layouts that are not what they seem ----------------------------------------------------------------------------------
+
+
+def test_a_class_derived_from_the_schema_without_slots_is_refused_or_written_whole():
+    @dataclasses.dataclass
+    class WithDict(fastmm.EngineCoreRequest):
+        extra: int = 0
+
+    @dataclasses.dataclass(slots=True)
+    class WithSlots(fastmm.EngineCoreRequest):
+        extra: int = 7
+
+    class Plain(fastmm.EngineCoreRequest):
+        pass
+
+    base = fastmm.EngineCoreRequest("r", [1], arrival_time=0.0)
+    with pytest.raises(SchemaError, match="slots"):
+        ENCODER.encode([WithDict("r", [1])])
+    assert main(WithSlots("r", [1], arrival_time=0.0)) == b"\xdc\x00\x17" + main(base)[3:] + b"\x07"
+    assert main(Plain("r", [1], arrival_time=0.0)) == main(base)
+
+
+def test_a_slot_that_a_property_hides_where_there_is_no_dict():
+    class Hidden(Slots):
+        __slots__ = ()
+
+        @property
+        def b(self):
+            return [self.a, "computed"]
+
+        @b.setter
+        def b(self, value):
+            pass
+
+    assert_as_msgspec([Hidden(5), Hidden([1])])
+
+
+def test_a_slot_of_another_class_is_not_read_at_its_word():
+    class Wide:
+        __slots__ = tuple(f"s{i}" for i in range(60))
+
+    @dataclasses.dataclass(slots=True)
+    class Narrow:
+        w: Any = None
+
+    Narrow.w = Wide.s59
+    with pytest.raises(FastmmError):
+        ENCODER.encode([Narrow.__new__(Narrow)])
+
+
+def test_an_encoder_that_was_not_made_whole_or_twice_is_harmless():
+    blank = Encoder.__new__(Encoder)
+    for encode in (blank.encode, lambda value: blank.encode_into(value, bytearray()), lambda value: blank.encode_many([value])):
+        with contextlib.suppress(FastmmError):
+            encode([1, "a"])
+    again = Encoder(threshold=0)
+    before = again.encode([1])
+    again.__init__(threshold=5)
+    assert again.encode([1]) == before
