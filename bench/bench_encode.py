@@ -30,6 +30,7 @@ WIDTH = 1176  # of a patch: 14 x 14 x 3 x 2
 ROWS = {
     "text, 16 ids": (0, 0, 1.7, 1.5),
     "text, 2,048 ids": (0, 0, 3, 1.7),
+    "text, 2,048 ids, some 0": (0, 0, None, None),
     "1 image": (1, 1024, 7, 4.5),
     "8 images": (8, 1024, 22, 5),
     "64 small images, one field": (64, 64, 90, 14),
@@ -88,6 +89,8 @@ def build(case: str, classes: SimpleNamespace) -> Any:
     length = patches // 4  # placeholders of an image: 2 x 2 patches each
     count = 16 if case == "text, 16 ids" else 2048
     ids = [(i * 7919) % 151_000 for i in range(count - images * length)]
+    if case == "text, 2,048 ids, some 0":
+        ids[::20] = [0] * len(ids[::20])  # a byte of text in some vocabularies
     features = []
     for i, pair in enumerate(bounds):
         item = {
