@@ -147,6 +147,19 @@ def test_the_same_strided_view_twice_is_copied_once():
     assert [sent(frames, i)[2] for i in range(3)] == [bits(tensor)] * 3
 
 
+def test_strides_that_are_equal_numbers_of_unequal_units_are_two_layouts():
+    """numpy counts bytes, DLPack counts elements."""
+    base = np.arange(400, dtype=np.float32)
+    views = [base[::2][:50], torch.from_numpy(base)[::8]]
+    frames = Encoder(threshold=0).encode(views)
+    assert [resolve(t, frames)[2] for t in unpacked(frames)] == [base[::2][:50].tobytes(), base[::8].tobytes()]
+    made = request(base[::2][:50], torch.from_numpy(base)[::8])
+    frames = Encoder(threshold=0, dtype="bfloat16").encode(made)
+    assert [sent(frames, i)[2] for i in range(2)] == [
+        bits(torch.as_tensor(base[::step][:50].copy()).to(torch.bfloat16)) for step in (2, 8)
+    ]
+
+
 def test_expanded_and_overlapping_views_are_written_out():
     one = torch.tensor([7], dtype=torch.int32)
     assert triple(one.expand(2**16)) == ("int32", (2**16,), one.numpy().tobytes() * 2**16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.memory import in_fresh_process
 from support.requests import leaf, request, resolve, same_bytes, unpacked
 
 from fastmm import EncodeError, Encoder, SchemaError
@@ -94,3 +95,21 @@ def test_a_hook_that_exports_or_changes_the_buffer():
 def test_the_buffer_may_be_part_of_what_is_written():
     buffer = bytearray(b"abc")
     assert Encoder().encode_into([buffer], buffer) == [b"\x91\xc4\x03abc"]
+
+
+def test_a_buffer_that_another_thread_clears_during_the_casts_ends_in_no_crash():
+    in_fresh_process("""
+import sys, threading, torch, fastmm
+from support.requests import request
+sys.setswitchinterval(1e-6)
+encoder, buffer, stop = fastmm.Encoder(dtype="bfloat16", inplace=False), bytearray(), False
+made = request(torch.ones(400_000), *[torch.ones(20) for _ in range(500)])
+def clear():
+    while not stop:
+        try: buffer.clear()
+        except BufferError: pass
+thread = threading.Thread(target=clear); thread.start()
+for _ in range(200):
+    encoder.encode_into(made, buffer)
+stop = True; thread.join()
+""")

@@ -398,6 +398,13 @@ def test_an_extension_that_vllm_would_unpickle_is_never_written(code):
     assert info.value.path == "$['a']"
 
 
+@pytest.mark.parametrize("code", [257, 258, -254, 128, -129, 2**40, "x", None, 1.0, b"1"])
+def test_an_extension_code_is_a_byte_and_no_pickle_in_disguise(code):
+    with pytest.raises(FastmmError) as info:
+        ENCODER.encode([msgpack.ExtType(5, b"x")._replace(code=code)])
+    assert info.value.path == "$[0]"
+
+
 def test_raw_bytes_are_written_as_they_are():
     for raw in (b"\x93\x01\x02\x03", b""):
         assert main([msgspec.Raw(raw), 1]) == msgspec.msgpack.encode([msgspec.Raw(raw), 1])

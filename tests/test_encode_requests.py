@@ -178,6 +178,30 @@ def test_a_consumer_hears_of_each_message():
     assert [unpacked(frames)[2][0]["data"]["pixel_values"]["data"][2]["message"] for frames in together] == [1, 2]
 
 
+def test_what_a_sibling_copies_counts_as_its_own():
+    features = request(torch.ones(1000)).mm_features
+    alone = EngineCoreRequest("b", [1], mm_features=features, prompt_embeds=torch.ones(10, 100))
+    for limit in ({"max_payload_nbytes": 5000}, {"max_frames": 1}):
+        with pytest.raises(LimitError):
+            encode_request(alone, **limit)
+        with pytest.raises(LimitError):
+            encode_requests([EngineCoreRequest("a", [1], mm_features=features), alone], **limit)
+
+
+def test_a_generator_that_uses_one_list_again_is_written_as_the_list_is_in_the_end_or_was():
+    shared = []
+
+    def refill():
+        for i in range(3):
+            shared[:] = request(torch.full((100,), float(i))).mm_features
+            yield EngineCoreRequest(f"{i}", [1], mm_features=shared)
+
+    together = encode_requests(refill())
+    firsts = [sent(frames)[2][:4] for frames in together]
+    in_the_end = torch.full((1,), 2.0).numpy().tobytes()
+    assert firsts in ([torch.full((1,), float(i)).numpy().tobytes() for i in range(3)], [in_the_end] * 3)
+
+
 def test_a_hook_that_takes_the_shared_list_apart_ends_in_no_crash():
     in_fresh_process("""
 import gc, numpy as np, fastmm

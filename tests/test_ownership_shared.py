@@ -132,6 +132,27 @@ def test_memory_that_overlaps_another_leafs_is_never_written_to(name, dedup, thr
     assert same_bytes(again) == same_bytes(frames)
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_an_empty_leaf_overlaps_nothing(position):
+    """`batch[2:2]` lies where `batch[2:]` starts, and is no reason to leave that one alone."""
+    batch = values()
+    leaves = [batch[:500], batch[500:]]
+    leaves.insert(position, [batch[:0], batch[500:500], batch[1000:]][position])
+    made = request(*leaves)
+    encoder = Encoder(dtype="bfloat16")
+    frames = encoder.encode(made)
+    for index, was in enumerate(leaves):
+        assert leaf(made, index).dtype == torch.bfloat16
+        if was.numel():
+            assert leaf(made, index).data_ptr() == was.data_ptr()
+    assert encoder.counters["nbytes_copied"] == 0
+    assert b"".join(bytes(frame) for frame in frames[1:]) == bits(values().to(torch.bfloat16))
+    array = values().numpy()
+    made = request(array[2:2], array[2:])
+    encode_request(made, dtype="float16")
+    assert leaf(made, 1).dtype == np.float16
+
+
 def test_overlap_with_a_tensor_that_is_no_payload():
     tensor = values()
     made = request(tensor)

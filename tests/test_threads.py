@@ -189,3 +189,29 @@ threading.stack_size(1 << 20)
 thread = threading.Thread(target=run); thread.start(); thread.join()
 assert done == [1]
 """)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_that_was_forked_while_a_thread_was_casting_can_cast():
+    in_fresh_process("""
+import os, threading, time, warnings, torch, fastmm
+from support.requests import request
+warnings.simplefilter("ignore")
+tensor = torch.ones(30_000_000)
+thread = threading.Thread(target=lambda: fastmm.encode_request(request(tensor), dtype="bfloat16"))
+forked = 0
+thread.start()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        try:
+            fastmm.encode_request(request(tensor[:1000].clone(), tensor[1000:2000]), dtype="bfloat16")
+            os._exit(0)
+        except BaseException as error:
+            print(error, flush=True)
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    forked += 1
+thread.join()
+""")
