@@ -25,27 +25,17 @@ from libc.stdlib cimport calloc, free
 
 from fastmm.errors import SchemaError
 
+from .record cimport class_attribute, slot_offset
 from .tensor cimport FAMILY_BUFFER, Producer, producer_of
 
 cdef extern from *:
     """
-    #include <structmember.h>
-    /* The offset of a slot, 0 when `descriptor` is not the member descriptor of a plain object slot of the class. */
-    static Py_ssize_t fmm_slot_offset(PyObject *cls, PyObject *descriptor)
-    {
-        if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return 0;
-        if (!PyType_IsSubtype((PyTypeObject *)cls, PyDescr_TYPE(descriptor))) return 0;
-        PyMemberDef *member = ((PyMemberDescrObject *)descriptor)->d_member;
-        return member->type == T_OBJECT_EX ? member->offset : 0;
-    }
-
     static int fmm_exports_buffer(PyObject *cls)
     {
         PyBufferProcs *procs = ((PyTypeObject *)cls)->tp_as_buffer;
         return procs != NULL && procs->bf_getbuffer != NULL;
     }
     """
-    Py_ssize_t fmm_slot_offset(object cls, object descriptor)
     bint fmm_exports_buffer(object cls)
 
 cdef PlanEntry plan_cache[PLAN_CACHE_SIZE]
@@ -251,7 +241,7 @@ cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_
     for i in range(plan.nfields):
         field = &plan.fields[i]
         name = plan.names[i]
-        field.offset = 0 if in_dict else fmm_slot_offset(cls, find_attribute(cls, name))
+        field.offset = 0 if in_dict else slot_offset(<PyTypeObject*>cls, class_attribute(cls, name))
         if field.offset == 0 and not in_dict:
             raise SchemaError(f"expected a class with slots, got {cls.__module__}.{cls.__qualname__}, whose field {name!r} "
                               "has none: give its dataclass decorator slots=True")
@@ -264,13 +254,6 @@ cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_
         plan.may_omit = plan.may_omit or identical is not NOTHING or field.empty
         field.mode = modes.get(name, 0) | (FMM_MODE_FEATURES if name == "mm_features" else 0)
     return plan
-
-
-cdef object find_attribute(object cls, str name):
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return None
 
 
 cdef object default_of(object value, object factory, object missing):
@@ -325,13 +308,13 @@ cdef Plan record_plan(object cls):
 cdef Plan dataclass_plan(object cls):
     cdef Plan plan
     names = [field.name for field in dataclasses.fields(cls)]
-    slots = all(fmm_slot_offset(cls, find_attribute(cls, name)) for name in names)
+    slots = all(slot_offset(<PyTypeObject*>cls, class_attribute(cls, name)) for name in names)
     plan = struct_plan(cls, names, names, [(NOTHING, NOTHING)] * len(names), False, not slots)
     plan.may_omit = plan.missing_ok = True
     plan.dictless = plan.in_dict and not cls.__dictoffset__
     computed = hasattr(cls, "__getattr__") or cls.__getattribute__ is not object.__getattribute__
     plan.properties = frozenset(
-        name for name in names if computed or plan.in_dict and hasattr(find_attribute(cls, name), "__set__"))
+        name for name in names if computed or plan.in_dict and hasattr(class_attribute(cls, name), "__set__"))
     factory = FACTORIES.get((cls.__module__, cls.__qualname__))
     if factory is not None:
         wrap(plan, factory)

@@ -19,7 +19,7 @@ cdef extern from "slots.h":
     void record_replace "fmm_slot_replace"(object record, Py_ssize_t offset, object value) noexcept
 
 
-cdef inline object class_attribute(type cls, str name):
+cdef inline object class_attribute(object cls, str name):
     """What `cls` or a base has under a name, as it is: no descriptor and no metaclass is asked.  None for nothing."""
     for base in cls.__mro__:
         if name in base.__dict__:

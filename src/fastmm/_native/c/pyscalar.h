@@ -11,6 +11,7 @@
 
 #include "fastmm/msgpack_write.h"
 #include "plan_field.h"
+#include "slots.h"
 
 /* Since 3.12 the digits lie behind a tag that holds their number and the sign. */
 #if PY_VERSION_HEX >= 0x030c0000
@@ -114,7 +115,7 @@ static inline int fmm_is_left_out_empty(PyObject *obj, const fmm_field_t *field)
 
 static inline PyObject *fmm_slot_value(PyObject *obj, const fmm_field_t *field)
 {
-    return *(PyObject **)((char *)obj + field->offset);
+    return fmm_slot_get(obj, field->offset);
 }
 
 /* A field that holds tensors takes None and no other scalar; one that says how items are joined takes not even that. */
