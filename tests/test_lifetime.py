@@ -461,7 +461,9 @@ def test_the_same_frames_may_be_sent_twice():
 @pytest.mark.no_asan
 def test_the_leak_counter_sees_a_leak():
     """The measure of the tests above, on something that leaks."""
-    before = resident_nbytes()
-    kept = [bytearray(100) for _ in range(100_000)]
-    assert resident_nbytes() - before > 2 << 20
-    del kept
+    in_fresh_process("""
+from support.memory import resident_nbytes
+before = resident_nbytes()
+kept = [bytearray(100) for _ in range(100_000)]
+assert resident_nbytes() - before > 2 << 20
+""")
