@@ -87,7 +87,6 @@ MAY_BE_TAKEN = {
 MANGLED_BY_VLLM = {
     "a float bound": lambda: flat(1.7, 4),
     "a text bound": lambda: flat("1", 4),
-    "bytes as data": lambda: elem(b"ab"),
     "a dict as data": lambda: elem({1: 2}),
     "empty text as data": lambda: elem(""),
     "a quantized tensor": lambda: quiet(lambda: extra(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))),
