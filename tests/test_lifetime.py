@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
-from support.memory import in_fresh_process, resident_nbytes
+from support.memory import in_fresh_process
 from support.requests import feature, leaf, request, same_bytes
 
 from fastmm import Encoder, EngineCoreRequest, FastmmError, PlaceholderRange, SamplingParams, WireTensor, encode_request
