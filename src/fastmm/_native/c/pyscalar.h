@@ -31,28 +31,32 @@ static inline int fmm_is_plain_id(PyObject *item, PyObject *zero)
     return FMM_PYLONG_SIZE(item) == FMM_PYLONG_ONE_DIGIT || item == zero;
 }
 
-/* Copies ids out of a list's items, up to the first that is no plain int from 0 to 2^30 - 1; returns how many. Eight at a
- * time without a branch among them: first that all are ints, for what is no int has no digit to read, then their digits. */
+/* Copies ids out of a list's items, up to the first that is no plain int from 0 to 2^30 - 1; returns how many. Four at a
+ * time with two branches: first that all are ints, for what is no int has no digit to read, then that all have one digit. */
 static inline Py_ssize_t fmm_gather_ids(PyObject *const *items, Py_ssize_t nelem, uint32_t *ids)
 {
     PyObject *zero = PyLong_FromLong(0); /* cached by the interpreter, which keeps it alive */
-    const uintptr_t pylong = (uintptr_t)&PyLong_Type;
     Py_ssize_t i = 0;
     Py_XDECREF(zero);
-    for (; i + 8 <= nelem; i += 8) {
-        uintptr_t type = 0, other = 0;
-        for (int k = 0; k < 8; k++) type |= (uintptr_t)Py_TYPE(items[i + k]) ^ pylong;
-        if (type) break;
-        for (int k = 0; k < 8; k++) {
-            other |= FMM_PYLONG_SIZE(items[i + k]) ^ FMM_PYLONG_ONE_DIGIT;
-            ids[i + k] = FMM_PYLONG_DIGIT(items[i + k]);
+    while (i < nelem) {
+        for (; i + 4 <= nelem; i += 4) {
+            PyObject *a = items[i], *b = items[i + 1], *c = items[i + 2], *d = items[i + 3];
+            if (!Py_IS_TYPE(a, &PyLong_Type) | !Py_IS_TYPE(b, &PyLong_Type) | !Py_IS_TYPE(c, &PyLong_Type) |
+                !Py_IS_TYPE(d, &PyLong_Type))
+                break;
+            if ((FMM_PYLONG_SIZE(a) ^ FMM_PYLONG_ONE_DIGIT) | (FMM_PYLONG_SIZE(b) ^ FMM_PYLONG_ONE_DIGIT) |
+                (FMM_PYLONG_SIZE(c) ^ FMM_PYLONG_ONE_DIGIT) | (FMM_PYLONG_SIZE(d) ^ FMM_PYLONG_ONE_DIGIT))
+                break;
+            ids[i] = FMM_PYLONG_DIGIT(a);
+            ids[i + 1] = FMM_PYLONG_DIGIT(b);
+            ids[i + 2] = FMM_PYLONG_DIGIT(c);
+            ids[i + 3] = FMM_PYLONG_DIGIT(d);
         }
-        for (int k = 0; other && k < 8; k++) /* a zero among them is fine */
-            if (!fmm_is_plain_id(items[i + k], zero)) return i + k;
-    }
-    for (; i < nelem; i++) {
-        if (!Py_IS_TYPE(items[i], &PyLong_Type) || !fmm_is_plain_id(items[i], zero)) break;
-        ids[i] = FMM_PYLONG_DIGIT(items[i]);
+        /* A zero, the end, or the first that is no plain id. */
+        for (Py_ssize_t stop = i + 4 < nelem ? i + 4 : nelem; i < stop; i++) {
+            if (!Py_IS_TYPE(items[i], &PyLong_Type) || !fmm_is_plain_id(items[i], zero)) return i;
+            ids[i] = FMM_PYLONG_DIGIT(items[i]);
+        }
     }
     return i;
 }
