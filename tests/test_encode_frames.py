@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 from support.payloads import bits
-from support.requests import request, resolve, same_bytes, sent, unpacked
+from support.requests import request, resolve, same_bytes, sent, triple, unpacked
 
 from fastmm import (
     EncodeError,
@@ -27,11 +27,6 @@ from fastmm import (
 torch = pytest.importorskip("torch")
 
 PLAIN = Encoder(threshold=256)
-
-
-def triple(value, **options):
-    frames = Encoder(**({"threshold": 256} | options)).encode(value)
-    return resolve(unpacked(frames), frames)
 
 
 # --- thresholds -----------------------------------------------------------------------------------------------------------

@@ -10,16 +10,12 @@ import threading
 import msgpack
 import numpy as np
 import pytest
+from support.requests import feature
 
 import fastmm
 from fastmm import EncodeError, Encoder, EngineCoreRequest, SchemaError, WireTensor, decode_request, encode_request
 
 torch = pytest.importorskip("torch")
-
-
-def feature(data: object) -> fastmm.MmFeatureSpec:
-    element = fastmm.MmFieldElem(data, fastmm.MmBatchedField())
-    return fastmm.MmFeatureSpec({"pixel_values": element}, "image", "i", fastmm.PlaceholderRange(0, 1))
 
 
 def test_views_with_strides_counted_in_bytes_and_in_elements_are_different_memory():

@@ -10,7 +10,7 @@ import mmap
 import numpy as np
 import pytest
 from support.payloads import bits
-from support.requests import request, resolve, sent, unpacked
+from support.requests import request, resolve, sent, triple, unpacked
 
 from fastmm import (
     Encoder,
@@ -24,11 +24,6 @@ from fastmm import (
 torch = pytest.importorskip("torch")
 
 PLAIN = Encoder(threshold=256)
-
-
-def triple(value, **options):
-    frames = Encoder(**({"threshold": 256} | options)).encode(value)
-    return resolve(unpacked(frames), frames)
 
 
 # --- names and layouts ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 
-from fastmm import EngineCoreRequest, MmBatchedField, MmFeatureSpec, MmFieldElem, PlaceholderRange
+from fastmm import Encoder, EngineCoreRequest, MmBatchedField, MmFeatureSpec, MmFieldElem, PlaceholderRange
 
 RAW_VIEW = 3  # the extension of inline tensor data
 
@@ -34,15 +34,21 @@ def unpacked(frames: Any) -> Any:
     return msgpack.unpackb(memoryview(frames[0]), strict_map_key=False, use_list=True)
 
 
-def resolve(triple: Any, frames: Any) -> tuple[str, tuple[int, ...], bytes]:
+def resolve(tensor: Any, frames: Any) -> tuple[str, tuple[int, ...], bytes]:
     """A tensor on the wire with its bytes, inline or from its frame."""
-    dtype, shape, data = triple
+    dtype, shape, data = tensor
     if isinstance(data, msgpack.ExtType):
         assert data.code == RAW_VIEW
         return dtype, tuple(shape), data.data
     assert type(data) is int
     assert 1 <= data < len(frames)
     return dtype, tuple(shape), bytes(memoryview(frames[data]))
+
+
+def triple(value: Any, **options: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and bytes of a tensor that is encoded alone."""
+    frames = Encoder(**({"threshold": 256} | options)).encode(value)
+    return resolve(unpacked(frames), frames)
 
 
 def sent(frames: Any, index: int = 0, key: str = "pixel_values") -> tuple[str, tuple[int, ...], bytes]:

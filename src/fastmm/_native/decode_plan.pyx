@@ -18,19 +18,18 @@ from libc.string cimport memcpy
 from fastmm.errors import SchemaError
 from fastmm.schema import EngineCoreRequest, MmFieldElem, MmFlatField, PlaceholderRange, TensorLike
 
+from .decode_state cimport (
+    FMM_KIND_ARRAY,
+    FMM_KIND_BIN,
+    FMM_KIND_BOOL,
+    FMM_KIND_EXT,
+    FMM_KIND_FLOAT,
+    FMM_KIND_INT,
+    FMM_KIND_MAP,
+    FMM_KIND_NIL,
+    FMM_KIND_STR,
+)
 from .record cimport class_attribute, slot_offset
-
-cdef extern from "fastmm/msgpack_read.h" nogil:
-    cdef enum:
-        FMM_KIND_NIL
-        FMM_KIND_BOOL
-        FMM_KIND_INT
-        FMM_KIND_FLOAT
-        FMM_KIND_STR
-        FMM_KIND_BIN
-        FMM_KIND_ARRAY
-        FMM_KIND_MAP
-        FMM_KIND_EXT
 
 cdef DecodePlan* any_plan = NULL
 cdef dict plans = {}  # annotation -> address of its plan

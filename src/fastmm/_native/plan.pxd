@@ -80,9 +80,9 @@ cdef PyObject* plan_find(PyTypeObject* cls) except NULL
 # The last plans asked for, direct-mapped by the address of the type.
 cdef PlanEntry plan_cache[PLAN_CACHE_SIZE]
 
-cdef inline PyObject* plan_of(PyTypeObject* cls) except NULL:
-    cdef PlanEntry* entry = &plan_cache[(<uintptr_t>cls >> 4) % PLAN_CACHE_SIZE]
-    return entry.plan if entry.cls == cls else plan_find(cls)
+cdef inline PlanEntry* plan_entry(PyTypeObject* cls) noexcept:
+    """Where the plan of a class lies, if it was the last one asked for at that place: `entry.cls` says so."""
+    return &plan_cache[(<uintptr_t>cls >> 4) % PLAN_CACHE_SIZE]
 
 # The object that msgspec uses for "not there", borrowed; NULL while no struct of msgspec was met.
 cdef PyObject* unset_object

@@ -59,16 +59,12 @@ MODES = {
 
 
 cdef PyObject* plan_find(PyTypeObject* cls) except NULL:
-    cdef PlanEntry* entry = cache_entry(cls)
+    cdef PlanEntry* entry = plan_entry(cls)
     known = plans.get(<uintptr_t>cls)
     plan = plan_make(<object>cls) if known is None else known[1]
     entry.cls = cls
     entry.plan = <PyObject*>plan
     return entry.plan
-
-
-cdef PlanEntry* cache_entry(PyTypeObject* cls) noexcept:
-    return &plan_cache[(<uintptr_t>cls >> 4) % PLAN_CACHE_SIZE]
 
 
 cdef Plan plan_make(object cls):
@@ -77,7 +73,7 @@ cdef Plan plan_make(object cls):
     cdef uintptr_t key = <uintptr_t><PyObject*>cls
 
     def forget(_, key=key):  # the address may be a new type's tomorrow
-        cdef PlanEntry* entry = cache_entry(<PyTypeObject*><uintptr_t>key)
+        cdef PlanEntry* entry = plan_entry(<PyTypeObject*><uintptr_t>key)
         if entry.cls == <PyTypeObject*><uintptr_t>key:
             entry.cls = NULL
         plans.pop(key, None)

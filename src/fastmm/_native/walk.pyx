@@ -26,8 +26,7 @@ from .payload cimport payload_finish, payload_next, payload_repeat, payload_star
 from .plan cimport (
     FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_IDS, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST,
     KIND_MAPPING, KIND_NUMBER, KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
-    KIND_UNSET, PLAN_CACHE_SIZE, Plan, PlanEntry, fmm_field_t, buffer_plan, plan_cache, plan_find,
-    unset_object,
+    KIND_UNSET, Plan, PlanEntry, buffer_plan, fmm_field_t, plan_entry, plan_find, unset_object,
 )
 from .pool cimport block_acquire
 from .scalar cimport write_int, write_slice, write_str
@@ -160,7 +159,7 @@ cdef int write_payload(Message m, object obj, int mode) except -1:
 
 cdef inline Plan plan_for(Message m, object obj):
     """The plan of an object's type.  Making one may run code of its metaclass: whoever asks holds the object."""
-    cdef PlanEntry* entry = &plan_cache[(<uintptr_t>Py_TYPE(obj) >> 4) % PLAN_CACHE_SIZE]
+    cdef PlanEntry* entry = plan_entry(Py_TYPE(obj))
     return <Plan>entry.plan if entry.cls == Py_TYPE(obj) else plan_missed(m, obj)
 
 
