@@ -12,6 +12,7 @@ __all__ = [
     "EncodeError",
     "FastmmError",
     "LimitError",
+    "Overloaded",
     "PeerClosed",
     "ProcessorError",
     "SchemaError",
@@ -103,6 +104,10 @@ class TransportTimeout(TransportError, TimeoutError):
 
 class PeerClosed(TransportError, ConnectionError):
     """The peer said that it is gone, or went without a word."""
+
+
+class Overloaded(TransportError):
+    """There is no room for more bytes on their way, and the caller did not want to wait."""
 
 
 class ProcessorError(FastmmError):
