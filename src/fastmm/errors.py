@@ -6,10 +6,13 @@ also derives from the built-in exception a reader would expect (`TypeError`, `Va
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 __all__ = [
     "CompatError",
     "DecodeError",
     "EncodeError",
+    "ExtensionError",
     "FastmmError",
     "LimitError",
     "Overloaded",
@@ -112,6 +115,23 @@ class Overloaded(TransportError):
 
 class ProcessorError(FastmmError):
     """A processor failed on an item."""
+
+
+class ExtensionError(FastmmError, ValueError):
+    """The ``multimodal_*`` fields of a request cannot be used. A client's fault: `http_status` is 400.
+
+    Attributes
+    ----------
+    field
+        The name of the field, or None where no single one is at fault.
+    """
+
+    http_status: ClassVar[int] = 400
+    field: str | None
+
+    def __init__(self, message: str = "", *, field: str | None = None, path: str | None = None) -> None:
+        super().__init__(message, path=path)
+        self.field = field
 
 
 class CompatError(FastmmError):
