@@ -129,8 +129,16 @@ class ExtensionError(FastmmError, ValueError):
     http_status: ClassVar[int] = 400
     field: str | None
 
-    def __init__(self, message: str = "", *, field: str | None = None, path: str | None = None) -> None:
-        super().__init__(message, path=path)
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        field: str | None = None,
+        path: str | None = None,
+        frame: int | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, frame=frame, offset=offset)
         self.field = field
 
 
