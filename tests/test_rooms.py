@@ -44,7 +44,8 @@ def test_every_import_of_fastmm_goes_to_a_room_on_the_left():
         ("_native/tensor.pyx", "import torch\n", "module scope"),
         ("codec.py", "try:\n    import torch\nexcept ImportError:\n    torch = None\n", "module scope"),
         ("codec.py", "class A:\n    import torch\n", "module scope"),
-        ("cli/demo.py", "from vllm import LLM\n", "only integrations/vllm.py"),
+        ("cli/demo.py", "from vllm import LLM\n", "only integrations/vllm"),
+        ("integrations/sglang.py", "def f():\n    import vllm\n", "only integrations/vllm"),
         ("codec.py", "import pickle\n", "pickle"),
         ("helpers.py", "", "not one of the rooms"),
     ],
@@ -64,7 +65,7 @@ def test_a_broken_rule_is_found(tmp_path, name, source, said):
         ("_native/tensor.pyx", "cimport numpy as cnp\nfrom libc.stdint cimport int64_t\nfrom .frame cimport Frame\n"),
         ("_native/tensor.pyx", "cdef f():\n    import torch\n"),
         ("transport/client.py", "import zmq\nfrom zmq import asyncio\nfrom fastmm.codec import Encoder\n"),
-        ("integrations/vllm.py", "import vllm\nimport torch\nimport fastmm\n"),
+        ("integrations/vllm/codec.py", "import vllm\nimport torch\nimport fastmm\n"),
         ("cli/demo.py", "import fastmm\n"),
     ],
 )

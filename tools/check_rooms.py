@@ -6,7 +6,7 @@ import stands.  The rules:
 1. a room imports only from rooms on its left in ``ROOMS``;
 2. ``import fastmm`` itself (the public names) is for ``integrations`` and ``cli``, which stand above all of them;
 3. beside the standard library, module scope may import numpy and msgpack only, and zmq under ``transport/``; ``vllm`` and what
-   comes with it only in ``integrations/vllm.py``; everything else is optional and imported where it is used;
+   comes with it only under ``integrations/vllm/``; everything else is optional and imported where it is used;
 4. nobody imports a pickle.
 """
 
@@ -122,12 +122,13 @@ def judge(found: Import, room: str, parts: tuple[str, ...]) -> Iterator[str]:
         return
     if top == "zmq" and room != "transport":
         yield f"{room} imports zmq; only transport does"
-    if top == "vllm" and parts != ("integrations", "vllm.py"):
-        yield f"{'/'.join(parts)} imports vllm; only integrations/vllm.py does"
+    inside_vllm = parts[:2] == ("integrations", "vllm")
+    if top == "vllm" and not inside_vllm:
+        yield f"{'/'.join(parts)} imports vllm; only integrations/vllm does"
     if parts[-1].endswith(".pyi"):
         return  # a stub is read by type checkers and never runs
     optional = top not in sys.stdlib_module_names | CYTHON_ITSELF | REQUIRED | {"zmq", "vllm"}
-    if optional and found.module_scope and parts != ("integrations", "vllm.py"):
+    if optional and found.module_scope and not inside_vllm:
         yield f"imports {top} at module scope; it is optional, so import it where it is used"
 
 

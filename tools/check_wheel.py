@@ -35,7 +35,7 @@ def wheel_faults(path: Path) -> Iterator[str]:
         if not any(n.startswith(f"fastmm/_native/{pyx.stem}.") and n.endswith(".so") for n in names):
             yield f"wheel: lacks the compiled module of {pyx.name}"
     for name in sorted(names):
-        if name.endswith((".c", ".pyx", ".o", ".cpp")) or not name.startswith(("fastmm/", "fastmm-")):
+        if name.endswith((".c", ".pyx", ".o", ".cpp")) or not name.startswith(("fastmm/", "fastmm-", "fastmm_vllm_plugin.py")):
             yield f"wheel: {name} does not belong in it"
     required = {r.split(";")[0].split(">")[0].strip() for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r}
     if required != RUN_TIME:

@@ -1,0 +1,1 @@
+"""fastmm inside other systems. Each integration imports the system it is for, and nobody else does."""
