@@ -11,15 +11,21 @@ from typing import ClassVar
 __all__ = [
     "CompatError",
     "DecodeError",
+    "DuplicateRequest",
     "EncodeError",
     "ExtensionError",
     "FastmmError",
     "LimitError",
     "Overloaded",
     "PeerClosed",
+    "ProcessorDied",
     "ProcessorError",
+    "ProcessorOverloaded",
+    "ProcessorTimeout",
     "SchemaError",
     "SchemaValueError",
+    "SharedMemoryError",
+    "SharedMemoryFull",
     "TransportError",
     "TransportTimeout",
     "TruncatedError",
@@ -115,6 +121,30 @@ class Overloaded(TransportError):
 
 class ProcessorError(FastmmError):
     """A processor failed on an item."""
+
+
+class ProcessorTimeout(ProcessorError, TimeoutError):
+    """A processor did not come back in time. Its worker was replaced."""
+
+
+class ProcessorDied(ProcessorError):
+    """The process that worked on a request is gone; the request with it."""
+
+
+class ProcessorOverloaded(ProcessorError, Overloaded):
+    """The queue of a pool or the room of a store is full. Later it may not be: HTTP's 503."""
+
+
+class DuplicateRequest(ProcessorError):
+    """A request of this id is at work, or its result is parked."""
+
+
+class SharedMemoryError(FastmmError, OSError):
+    """A segment of shared memory cannot be made, or is not there."""
+
+
+class SharedMemoryFull(SharedMemoryError):
+    """There is no room for a segment. Nothing was made."""
 
 
 class ExtensionError(FastmmError, ValueError):
