@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["MsgpackDecoder", "MsgpackEncoder"]  # noqa: F822
+__all__ = ["MsgpackDecoder", "MsgpackEncoder"]
 
 
 def __getattr__(name: str) -> Any:
