@@ -12,6 +12,7 @@ from .contract import (
     Tokenizer,
     Work,
 )
+from .extensions import check_schema, decode_extensions, is_multimodal, is_present, split_extensions
 
 __all__ = [
     "Budgets",
@@ -24,4 +25,9 @@ __all__ = [
     "Processor",
     "Tokenizer",
     "Work",
+    "check_schema",
+    "decode_extensions",
+    "is_multimodal",
+    "is_present",
+    "split_extensions",
 ]
