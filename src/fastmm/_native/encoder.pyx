@@ -4,7 +4,6 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t
 from libc.stdlib cimport getenv
 from libc.string cimport memcpy
 
@@ -97,24 +96,6 @@ cdef class Encoder:
         A limit is passed.
     """
 
-    cdef Message spare  # not in use, warm; one thread alone never needs another
-    cdef list idle  # more of them
-    cdef object target  # fmm_dtype_t or None
-    cdef int target_nbytes
-    cdef bint inplace
-    cdef bint dedup
-    cdef int64_t threshold_nbytes
-    cdef int max_depth
-    cdef Py_ssize_t max_frames
-    cdef int64_t max_payload_nbytes
-    cdef object hook
-    cdef object oob_tensor_consumer
-    cdef unsigned long long messages
-    cdef unsigned long long frames
-    cdef unsigned long long nbytes_viewed
-    cdef unsigned long long nbytes_copied
-    cdef unsigned long long nbytes_cast
-
     def __init__(self, *, dtype=None, inplace=True, threshold=None, dedup=True, hook=None, oob_tensor_consumer=None,
                  max_depth=64, max_frames=65536, max_payload_nbytes=None):
         self.idle = []
@@ -131,7 +112,7 @@ cdef class Encoder:
             if function is not None and not callable(function):
                 raise SchemaError(f"expected a callable for {name}, got a {type(function).__qualname__}")
         self.hook = hook
-        self.oob_tensor_consumer = oob_tensor_consumer
+        self.consumer = oob_tensor_consumer
 
     @property
     def threshold(self) -> int:
@@ -220,7 +201,7 @@ cdef class Encoder:
             message_start(message)
             ends = []
             for request in all_of(requests):
-                if self.oob_tensor_consumer is not None:
+                if self.consumer is not None:
                     message.features = None  # what the consumer says is said to one message
                 written.append(message_walk(message, request))
                 ends.append(message.size)
@@ -246,7 +227,7 @@ cdef class Encoder:
             message = message_new(
                 payload_new(-1 if self.target is None else self.target, self.target_nbytes, self.inplace, self.dedup),
                 self.threshold_nbytes, self.max_depth, self.max_frames, self.max_payload_nbytes, self.hook,
-                self.oob_tensor_consumer)
+                self.consumer)
         return message
 
     cdef int give_back(self, Message message) except -1:

@@ -67,8 +67,8 @@ cdef int write_tensor(Message m, object obj, Plan plan, int mode) except -1:
 
 
 cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode) except -1:
-    cdef bint numpy_named = view.numpy_style and not (
-        mode & FMM_MODE_TENSOR and view.dtype != FMM_DTYPE_NONE and not view.swapped)
+    cdef bint numpy_named = view.numpy_style and (m.as_vllm or not (
+        mode & FMM_MODE_TENSOR and view.dtype != FMM_DTYPE_NONE and not view.swapped))
     cdef bint to_cast = (
         mode & FMM_MODE_PAYLOAD and m.payload.target >= 0 and view.dtype != FMM_DTYPE_NONE
         and fmm_dtype_infos[view.dtype].number_class == FMM_CLASS_FLOAT

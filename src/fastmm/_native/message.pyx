@@ -84,7 +84,7 @@ cdef int fail(Message message, object cls, str text) except -1:
 cdef int foreign(Message message, object error, str whose) except -1:
     if isinstance(error, FastmmError):
         raise at_path(message, error)
-    if isinstance(error, MemoryError):
+    if message.as_vllm or isinstance(error, MemoryError):
         raise error
     raise EncodeError(f"{whose} failed: {type(error).__name__}", path=path_of(message)) from error
 

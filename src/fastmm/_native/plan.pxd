@@ -55,6 +55,7 @@ cdef class Plan:
     cdef Kind kind
     cdef Producer producer  # KIND_TENSOR
     cdef object convert  # KIND_CONVERT
+    cdef bint ours_only  # vLLM's encoder does not write it by itself, but asks its hook
     # KIND_STRUCT
     cdef fmm_field_t* fields  # owned
     cdef int nfields

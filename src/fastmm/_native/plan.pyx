@@ -26,7 +26,7 @@ from libc.stdlib cimport calloc, free
 from fastmm.errors import SchemaError
 
 from .record cimport class_attribute, slot_offset
-from .tensor cimport FAMILY_BUFFER, Producer, producer_of
+from .tensor cimport FAMILY_BUFFER, FAMILY_EXCHANGE, FAMILY_NUMPY, Producer, producer_of
 
 cdef extern from *:
     """
@@ -69,6 +69,7 @@ cdef PyObject* plan_find(PyTypeObject* cls) except NULL:
 
 cdef Plan plan_make(object cls):
     cdef Plan plan = plan_build(cls)
+    plan.ours_only = is_ours_only(cls, plan)
     find_unset()
     cdef uintptr_t key = <uintptr_t><PyObject*>cls
 
@@ -80,6 +81,16 @@ cdef Plan plan_make(object cls):
 
     plans[key] = (weakref.ref(cls, forget), plan)
     return plan
+
+
+cdef bint is_ours_only(object cls, Plan plan) except -1:
+    if plan.kind == KIND_CONVERT:
+        return issubclass(cls, numpy.generic) or cls.__name__ == "UtilityResult"
+    if plan.kind == KIND_TENSOR:
+        return plan.producer.family not in (FAMILY_EXCHANGE, FAMILY_NUMPY)
+    if plan.kind == KIND_MAPPING:
+        return not any([base.__module__ == "vllm.multimodal.inputs" for base in cls.__mro__])
+    return plan.kind == KIND_EXT and cls.__module__ != "msgspec.msgpack" or plan.kind == KIND_UNKNOWN
 
 
 cdef int find_unset() except -1:

@@ -30,6 +30,7 @@ from .plan cimport (
 )
 from .pool cimport block_acquire
 from .scalar cimport write_int, write_slice, write_str
+from .tensor cimport FAMILY_NUMPY
 
 cdef extern from "fastmm/msgpack_write.h" nogil:
     cdef enum:
@@ -150,9 +151,10 @@ cdef int write_payload(Message m, object obj, int mode) except -1:
     cdef Plan plan = plan_for(m, held)
     if plan.kind == KIND_NUMBER:
         return write_value(m, held, 0)
-    if plan.kind == KIND_BYTES:
+    if plan.kind == KIND_BYTES and not m.as_vllm:
         return write_tensor(m, held, buffer_plan, mode)
-    if plan.kind not in (KIND_TENSOR, KIND_LIST, KIND_TUPLE, KIND_CONVERT, KIND_UNKNOWN):
+    if plan.kind not in (KIND_TENSOR, KIND_LIST, KIND_TUPLE, KIND_CONVERT, KIND_UNKNOWN) or m.as_vllm and (
+            plan.kind == KIND_CONVERT or plan.ours_only or plan.kind == KIND_TENSOR and plan.producer.family == FAMILY_NUMPY):
         fail(m, SchemaError, f"expected a tensor, a number, or a list of these, got a {type(held).__qualname__}")
     return write_planned(m, held, mode)
 
@@ -173,6 +175,8 @@ cdef Plan plan_missed(Message m, object obj):
 cdef int write_planned(Message m, object obj, int mode) except -1:
     cdef object _held = obj  # from here on its own code may run, and empty whatever holds it
     cdef Plan plan = plan_for(m, obj)
+    if m.as_vllm and left_to_hook(m, obj, plan):
+        return write_hooked(m, obj, mode)
     if plan.kind == KIND_STRUCT:
         return write_struct(m, obj, plan)
     if plan.kind == KIND_TENSOR:
@@ -198,6 +202,15 @@ cdef int write_planned(Message m, object obj, int mode) except -1:
     if plan.kind == KIND_RAW:
         return write_raw(m, obj)
     return write_hooked(m, obj, mode)
+
+
+cdef bint left_to_hook(Message m, object obj, Plan plan) except -1:
+    """Whether vLLM's own encoder would ask its hook, in which it may pickle: arrays of objects are such, too."""
+    if plan.kind == KIND_TENSOR and plan.producer.family == FAMILY_NUMPY:
+        return obj.dtype.kind in "OV"
+    if plan.kind == KIND_UNKNOWN and hasattr(type(obj), "__attrs_attrs__"):
+        fail(m, SchemaError, "expected a value that the wire knows, got an object of attrs")  # msgspec knows how
+    return plan.ours_only
 
 
 # --- containers ---------------------------------------------------------------------------------------------------------

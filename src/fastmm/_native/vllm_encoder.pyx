@@ -1,0 +1,104 @@
+"""VllmEncoder: the encoder with the habits of vLLM's own ``MsgpackEncoder``, which the drop-in puts beside it as a base."""
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from libc.stdint cimport int64_t
+
+from fastmm.errors import FastmmError
+
+from .encoder cimport Encoder
+from .message cimport Message
+from .walk cimport message_start, message_walk
+
+cdef enum:
+    MAX_DEPTH = 1000  # about where msgspec gives up, too
+
+
+cdef int64_t limited(object nbytes) except -1:
+    """A threshold of any size, as vLLM takes it."""
+    return max(0, min(nbytes, 2**63 - 1))
+
+
+cdef class VllmEncoder(Encoder):
+    """Writes, byte for byte, what vLLM's encoder writes; a base of a class that has vLLM's encoder as its second base.
+
+    The main frame is always ``bytes``. What vLLM's encoder leaves to its ``enc_hook`` (all that it would pickle, when the
+    operator allows that) goes to the same hook, and what the hook raises comes out as it is. What this encoder refuses it
+    leaves to the second base: vLLM's own method writes it, or refuses it in its own words.
+
+    Parameters
+    ----------
+    size_threshold
+        Tensors of fewer bytes are written into the main frame.
+    oob_tensor_consumer
+        As for `Encoder`.
+    """
+
+    cdef unsigned long long messages_left
+
+    def __init__(self, size_threshold, oob_tensor_consumer=None):
+        Encoder.__init__(
+            self, threshold=limited(size_threshold), dedup=False, hook=self.enc_hook,
+            oob_tensor_consumer=oob_tensor_consumer, max_depth=MAX_DEPTH, max_frames=2**31 - 2)
+
+    @property
+    def size_threshold(self) -> int:
+        """Tensors of fewer bytes are written into the main frame."""
+        return self.threshold_nbytes
+
+    @size_threshold.setter
+    def size_threshold(self, nbytes):
+        self.threshold_nbytes = limited(nbytes)
+        self.forget()
+
+    @property
+    def oob_tensor_consumer(self):
+        """Called with each tensor that would get a frame; None where tensors always get one."""
+        return self.consumer
+
+    @oob_tensor_consumer.setter
+    def oob_tensor_consumer(self, consumer):
+        self.consumer = consumer
+        self.forget()
+
+    @property
+    def counters(self) -> dict:
+        """As of `Encoder`; ``messages_left`` is how many were left to vLLM's own encoder."""
+        return super().counters | {"messages_left": self.messages_left}
+
+    def encode(self, obj) -> list:
+        """Write ``obj``: ``[bytes, aux 1, ...]``."""
+        try:
+            return self.write(obj)
+        except FastmmError:
+            self.messages_left += 1
+        return super(Encoder, self).encode(obj)
+
+    def encode_into(self, obj, buf) -> list:
+        """Write ``obj`` with the main frame in ``buf``, which is resized to it: ``[buf, aux 1, ...]``."""
+        try:
+            return Encoder.encode_into(self, obj, buf)
+        except FastmmError:
+            self.messages_left += 1
+        return super(Encoder, self).encode_into(obj, buf)
+
+    cdef list write(self, object obj):
+        cdef Message message = self.take()
+        try:
+            message_start(message)
+            frames = message_walk(message, obj)
+            frames[0] = PyBytes_FromStringAndSize(<char*>message.data, message.size)
+            self.count(message, frames)
+            return frames
+        finally:
+            self.give_back(message)
+
+    cdef Message take(self):
+        cdef Message message = Encoder.take(self)
+        message.as_vllm = True
+        return message
+
+    cdef int forget(self) except -1:
+        """Messages know the options of the time when they were made."""
+        self.spare = None
+        self.idle = []
+        return 0
