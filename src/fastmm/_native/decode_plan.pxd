@@ -56,6 +56,10 @@ cdef struct DecodeField:
     PyObject* default_value  # or NULL
     PyObject* default_factory  # or NULL; neither: the field must be there
 
+cdef struct DecodeLayout:  # how another release of vLLM orders a record's fields
+    int nelem
+    int* fields  # index of the field at each position, -1 for one that is no longer there
+
 cdef enum:
     MAX_FIELDS = 64  # which fields came is one 64-bit mask
     VALIDATED = 8  # remembered encodings, a power of two
@@ -74,6 +78,9 @@ cdef struct DecodeRecord:
     PyObject* post_init  # the function, or NULL
     # Encodings (bytes) for which post_init changed nothing, by a hash; counted.
     PyObject* validated[VALIDATED]
+    # Of an array: by the index of a wire profile, NULL where the fields lie as they do here; or NULL as a whole.
+    DecodeLayout** moved
+    int nmoved
 
 # The plan of a type or annotation; raises SchemaError for what cannot be decoded into.
 cdef DecodePlan* decode_plan_of(object hint) except NULL

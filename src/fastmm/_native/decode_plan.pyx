@@ -16,7 +16,8 @@ from libc.stdlib cimport calloc
 from libc.string cimport memcpy
 
 from fastmm.errors import SchemaError
-from fastmm.schema import EngineCoreRequest, MmFieldElem, MmFlatField, PlaceholderRange, TensorLike
+from fastmm.schema import EngineCoreRequest, MmFieldElem, MmFlatField, PlaceholderRange, SamplingParams, TensorLike
+from fastmm.schema.profile import moved_layouts
 
 from .decode_state cimport (
     FMM_KIND_ARRAY,
@@ -42,6 +43,7 @@ cdef dict FIELD_RULES = {
     (MmFieldElem, "data"): "nested",
     (MmFlatField, "slices"): "slices",
     (EngineCoreRequest, "prompt_token_ids"): "tokens",
+    (SamplingParams, "prompt_logprob_token_ids"): "ids or tensor",
 }
 # vLLM's struct has nine fields without a default where ours has two.
 cdef dict MIN_ELEMENTS = {EngineCoreRequest: 9}
@@ -238,6 +240,12 @@ cdef DecodePlan* rule_plan(str rule, object hint) except NULL:
         plan.array = ARRAY_TOKENS
         return plan
     plan = <DecodePlan*>allocate(sizeof(DecodePlan))
+    if rule == "ids or tensor":  # vLLM 0.31 had a list there
+        plan_array(plan, ARRAY_NESTED, hint)
+        plan.accepts |= 1 << FMM_KIND_NIL
+        plan.expected = keep("a tensor [dtype, shape, data], a list of int or nil")
+        plan.item = plan_for(int)
+        return plan
     if rule == "slices":
         plan_array(plan, ARRAY_SLICES, hint)
         plan.expected = keep("a list of slices")
@@ -315,6 +323,30 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
     post_init = getattr(cls, "__post_init__", None)
     if post_init is not None:
         record.post_init = keep(post_init)
+    record_moved(record, moved_layouts(cls))
+    return 0
+
+
+cdef int record_moved(DecodeRecord* record, tuple layouts) except -1:
+    cdef DecodeLayout* layout
+    cdef DecodeLayout* before = NULL
+    cdef int i, position
+    if not layouts:
+        return 0
+    places = {<object>record.fields[i].name: i for i in range(record.nfields)}
+    record.nmoved = len(layouts)
+    record.moved = <DecodeLayout**>allocate(record.nmoved * sizeof(void*))
+    for i in range(record.nmoved):
+        if i and layouts[i] == layouts[i - 1]:
+            record.moved[i] = before
+        elif layouts[i]:
+            layout = <DecodeLayout*>allocate(sizeof(DecodeLayout))
+            layout.nelem = len(layouts[i])
+            layout.fields = <int*>allocate(layout.nelem * sizeof(int))
+            for position in range(layout.nelem):
+                layout.fields[position] = places.get(layouts[i][position], -1)
+            record.moved[i] = layout
+        before = record.moved[i]
     return 0
 
 

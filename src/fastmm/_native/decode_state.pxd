@@ -80,6 +80,7 @@ cdef struct DecodeState:
     int family  # of tensor.pxd
     bint copy
     bint ids_as_array
+    int profile  # index of the sender's wire profile, -1 when it is not known
     PyObject* provider  # borrowed, or NULL
     # The tensor decoded last, for checks of the record that holds it
     int tensor_dtype

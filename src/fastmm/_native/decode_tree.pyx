@@ -25,6 +25,7 @@ from .decode_plan cimport (
     CHECK_PLACEHOLDER,
     MAP_DICT,
     DecodeField,
+    DecodeLayout,
     DecodePlan,
     DecodeRecord,
     any_plan,
@@ -315,10 +316,15 @@ cdef int store_default(DecodeState* s, object obj, const DecodeField* field, obj
 cdef object read_array_record(DecodeState* s, DecodeRecord* record):
     cdef const uint8_t* at = s.reader.cur
     cdef uint32_t nelem = read_array(s)
+    cdef const DecodeLayout* layout
     cdef DecodeField* field
     cdef int i
     if nelem < <uint32_t>record.min_nelem:
         fail(s, at, f"expected {(<object>record.cls).__name__}, an array of at least {record.min_nelem}, got one of {nelem}")
+    if record.moved is not NULL:
+        layout = layout_of(s, record, nelem)
+        if layout is not NULL:
+            return read_moved_record(s, record, layout, nelem, at)
     obj = record_new(record.cls)
     enter(s)
     for i in range(record.nfields):
@@ -333,6 +339,48 @@ cdef object read_array_record(DecodeState* s, DecodeRecord* record):
         step_index(s, i)
         skip(s)  # a newer sender's fields
     s.depth -= 1
+    if record.post_init is not NULL:
+        validate(s, record, obj, at)
+    return obj
+
+
+cdef inline const DecodeLayout* layout_of(DecodeState* s, const DecodeRecord* record, uint32_t nelem) noexcept:
+    """How the sender orders the fields; NULL for as they are here.  By the length where the sender is not known: vLLM writes
+    all elements, and today's array is of another length than those whose fields lay elsewhere."""
+    cdef int i
+    if s.profile >= 0:
+        return record.moved[s.profile]
+    for i in range(record.nmoved):
+        if record.moved[i] is NULL:
+            return NULL  # and so are those of later releases
+        if <uint32_t>record.moved[i].nelem == nelem:
+            return record.moved[i]
+    return NULL
+
+
+cdef object read_moved_record(DecodeState* s, DecodeRecord* record, const DecodeLayout* layout, uint32_t nelem,
+                              const uint8_t* at):
+    cdef uint64_t missing = ~<uint64_t>0 >> (64 - record.nfields)
+    cdef DecodeField* field
+    cdef uint32_t i
+    cdef int index
+    obj = record_new(record.cls)
+    enter(s)
+    for i in range(nelem):
+        index = layout.fields[i] if i < <uint32_t>layout.nelem else -1
+        if index < 0:
+            step_index(s, i)
+            skip(s)
+            continue
+        field = &record.fields[index]
+        step_name(s, STEP_FIELD, field.name)
+        value = read_value(s, field.plan)
+        record_replace(obj, field.offset, value)
+        missing &= ~(<uint64_t>1 << index)
+    s.depth -= 1
+    for index in range(record.nfields):
+        if missing >> index & 1:
+            store_default(s, obj, &record.fields[index], (<object>record.cls).__name__)
     if record.post_init is not NULL:
         validate(s, record, obj, at)
     return obj

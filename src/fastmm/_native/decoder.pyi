@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any, final
 
+from fastmm.schema.profile import WireProfile
+
 @final
 class FrameHolder: ...
 
@@ -13,6 +15,7 @@ class Decoder:
         tensors: str = "torch",
         token_ids: str = "list",
         copy: bool = False,
+        profile: WireProfile | str | None = None,
         oob_tensor_provider: Callable[[str, tuple[int, ...], dict[str, Any]], Any] | None = None,
         max_depth: int = 64,
         max_elements: int = 16777216,

@@ -10,6 +10,7 @@ from libc.string cimport memset
 
 from fastmm.errors import DecodeError, LimitError, SchemaError
 from fastmm.schema import EngineCoreRequest
+from fastmm.schema.profile import as_profile
 
 from .decode_plan cimport DecodePlan, any_plan, decode_plan_of
 from .decode_state cimport FIELD_MEMOS, MAX_DEPTH, DecodeState, FrameView, Step, fail
@@ -60,6 +61,9 @@ cdef class Decoder:
         What ``prompt_token_ids`` becomes: ``"list"`` of int, or ``"array"``, a numpy array of int64 that owns its memory.
     copy
         Copy tensors out of the frames instead of viewing them.
+    profile
+        The sender's release of vLLM, as a `WireProfile`, its name (``"0.28"``) or a version; None where it is not known. The
+        layouts of 0.22 to 0.33 are then told apart by their lengths, which is enough for all that vLLM itself writes.
     oob_tensor_provider
         Called as ``provider(dtype: str, shape: tuple, meta: dict)`` for a tensor that travels outside the message. What it
         returns must have that dtype and shape.
@@ -86,6 +90,7 @@ cdef class Decoder:
     cdef const DecodePlan* plan
     cdef int family
     cdef bint ids_as_array
+    cdef int profile_index
     cdef bint copy_data
     cdef object provider
     cdef int max_depth
@@ -99,11 +104,13 @@ cdef class Decoder:
     cdef unsigned long long nbytes_copied
 
     # Not __init__: an object without options must not exist, and those of one at work must not change.
-    def __cinit__(self, type=EngineCoreRequest, *, tensors="torch", token_ids="list", copy=False, oob_tensor_provider=None,
-                  max_depth=64, max_elements=1 << 24, max_frames=65536, max_payload_nbytes=None):
+    def __cinit__(self, type=EngineCoreRequest, *, tensors="torch", token_ids="list", copy=False, profile=None,
+                  oob_tensor_provider=None, max_depth=64, max_elements=1 << 24, max_frames=65536, max_payload_nbytes=None):
         self.family = choice("tensors", tensors, FAMILIES)
         self.ids_as_array = choice("token_ids", token_ids, TOKEN_IDS)
         self.copy_data = switch("copy", copy)
+        wire = as_profile(profile)
+        self.profile_index = -1 if wire is None else wire.index
         if oob_tensor_provider is not None and not callable(oob_tensor_provider):
             raise SchemaError("expected oob_tensor_provider to be callable")
         self.provider = oob_tensor_provider
@@ -234,6 +241,7 @@ cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes, 
     s.family = decoder.family
     s.copy = decoder.copy_data
     s.ids_as_array = decoder.ids_as_array
+    s.profile = decoder.profile_index
     s.provider = <PyObject*>decoder.provider if decoder.provider is not None else NULL
     s.payload_left = (decoder.max_payload_nbytes if decoder.max_payload_nbytes >= 0 else MAX_INT64) - aux_nbytes
     s.nbytes_viewed = 0
