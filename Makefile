@@ -47,7 +47,7 @@ $(VENV)/.editable: $(VENV)/.requirements pyproject.toml
 $(VENV_VLLM)/.requirements: $(REQUIREMENTS) requirements/vllm.txt
 	test -x $(PY_VLLM) || $(PYTHON) -m venv $(VENV_VLLM)
 	$(PY_VLLM) $(PIP) install -r requirements/build.txt -r requirements/run.txt -r requirements/vllm.txt
-	$(PY_VLLM) $(PIP) install --no-deps vllm==$(VLLM)
+	$(PY_VLLM) $(PIP) install --no-deps vllm==$(VLLM) xgrammar==0.2.8
 	@touch $@
 
 $(VENV_VLLM)/.editable: $(VENV_VLLM)/.requirements pyproject.toml
