@@ -13,6 +13,11 @@ from .contract import (
     Work,
 )
 from .extensions import check_schema, decode_extensions, is_multimodal, is_present, split_extensions
+from .hashes import apply_caller_hashes, caller_hash
+from .media import measure_pixels, open_image, resolve_media
+from .request import to_features, to_request
+from .run import process_work
+from .validate import validate_processed
 
 __all__ = [
     "Budgets",
@@ -25,9 +30,18 @@ __all__ = [
     "Processor",
     "Tokenizer",
     "Work",
+    "apply_caller_hashes",
+    "caller_hash",
     "check_schema",
     "decode_extensions",
     "is_multimodal",
     "is_present",
+    "measure_pixels",
+    "open_image",
+    "process_work",
+    "resolve_media",
     "split_extensions",
+    "to_features",
+    "to_request",
+    "validate_processed",
 ]
