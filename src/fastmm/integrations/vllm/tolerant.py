@@ -1,0 +1,139 @@
+"""An engine core that outlives a message it cannot decode.
+
+vLLM decodes in the thread that reads its sockets, and an error there ends the thread: the engine is then alive and deaf. With
+this, a request that cannot be decoded is answered as failed when its id can still be read, and every other message that cannot
+be decoded is logged and dropped. It works through vLLM's own road for requests whose preprocessing fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fastmm.transport.salvage import salvage_request
+
+from . import counters
+from .log import describe, logger, warn
+
+CORE = "vllm.v1.engine.core"
+_SEEN = "_fastmm_tolerant"
+
+
+class Broken:
+    """What a decoder gives for a request that it could not decode: preprocessing it fails, with the reason."""
+
+    def __init__(self, error: Exception, request_id: str | None, client_index: int | None) -> None:
+        self.error = error
+        self.request_id = request_id
+        self.client_index = client_index
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever preprocessing looks at first. `error` is set, so this cannot recurse.
+        raise self.error
+
+
+# What a decoder gives for any other message that it could not decode. vLLM takes a utility call apart into four before it puts
+# it on its queue, and reads an abort as a list of ids before this is looked at there: four ids that no request has.
+DROPPED = tuple(f"fastmm: a message that could not be decoded ({n})" for n in range(4))
+
+
+def is_core(frame_globals: dict[str, Any]) -> bool:
+    """Is it the engine core's module that makes a decoder?"""
+    return frame_globals.get("__name__") == CORE
+
+
+def tolerant(decoder: Any) -> Any:
+    """Derive the decoder of an engine core's input thread from any other."""
+
+    class TolerantDecoder(decoder):  # type: ignore[misc]
+        def __init__(self, t: Any | None = None, share_mem: bool = True, oob_tensor_provider: Any = None) -> None:
+            super().__init__(t, share_mem, oob_tensor_provider)
+            self._requests = getattr(t, "__name__", "") == "EngineCoreRequest"
+            self._tolerates = (t is None or self._requests) and prepare_core()
+            fields = getattr(t, "__struct_fields__", ())
+            self._client_index_position = fields.index("client_index") if self._requests else 0
+
+        def decode(self, bufs: Any) -> Any:
+            try:
+                return super().decode(bufs)
+            except Exception as error:
+                if not self._tolerates:
+                    raise
+                if self._requests:
+                    return Broken(error, *self._salvage(bufs))
+                counters.add(counters.dropped)
+                warn("dropped", "fastmm: a message that is no request could not be decoded and is dropped: %s", describe(error))
+                return DROPPED
+
+        def _salvage(self, bufs: Any) -> tuple[str | None, int | None]:
+            try:
+                main = bufs[0] if isinstance(bufs, (list, tuple)) else bufs
+                return salvage_request(memoryview(main), self._client_index_position)
+            except Exception:  # no frame at all, or none that is memory
+                return None, None
+
+    TolerantDecoder.__name__ = TolerantDecoder.__qualname__ = "MsgpackDecoder"
+    return TolerantDecoder
+
+
+def prepare_core() -> bool:
+    """Teach the classes of the engine core what the two values above mean; False if they are not as expected."""
+    core = sys.modules.get(CORE)
+    if core is None or not hasattr(core, "EngineCoreProc"):
+        return False
+    if not hasattr(core.EngineCoreProc, "_handle_request_preproc_error"):
+        return False
+    if not hasattr(core.EngineCoreProc, "_handle_client_request"):
+        return False
+    for engine in [value for value in vars(core).values() if isinstance(value, type) and value.__module__ == CORE]:
+        for name, wrap in (("_handle_request_preproc_error", _answering), ("_handle_client_request", _dropping)):
+            method = vars(engine).get(name)
+            if method is not None and not hasattr(method, _SEEN):
+                setattr(engine, name, wrap(method))
+    return True
+
+
+def _answering(method: Any) -> Any:
+    def _handle_request_preproc_error(self: Any, request: Any) -> None:
+        if type(request) is Broken:
+            answer(self, request)
+        else:
+            method(self, request)
+
+    setattr(_handle_request_preproc_error, _SEEN, True)
+    return _handle_request_preproc_error
+
+
+def _dropping(method: Any) -> Any:
+    def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
+        if request is not DROPPED:
+            method(self, request_type, request)
+
+    setattr(_handle_client_request, _SEEN, True)
+    return _handle_client_request
+
+
+def answer(engine: Any, broken: Broken) -> None:
+    """Tell the client of a broken request that it has failed; where that cannot be done, only the log."""
+    reason = describe(broken.error)
+    if broken.request_id is None:
+        counters.add(counters.dropped)
+        warn("dropped", "fastmm: a request that could not be decoded is dropped, its id cannot be read: %s", reason)
+        return
+    counters.add(counters.answered)
+    warn("answered", "fastmm: request %.200r could not be decoded and is answered as failed: %s", broken.request_id, reason)
+    for client_index in _clients(engine, broken.client_index):
+        engine._send_error_outputs_to_client([broken.request_id], client_index)
+
+
+def _clients(engine: Any, client_index: int | None) -> range | tuple[int]:
+    """Whom to tell: the client named in the message, or all: the others do not know the id, and pass it over."""
+    try:
+        known = len(engine.addresses.outputs)
+    except AttributeError:
+        known = 1
+    if client_index is not None and client_index < known:
+        return (client_index,)
+    if client_index is not None:
+        logger.debug("fastmm: client %d of a broken request does not exist", client_index)
+    return range(known)
