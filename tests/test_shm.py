@@ -222,8 +222,7 @@ def small_shm(source: str) -> list[str]:
             "-c",
             textwrap.dedent(source),
         ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=120,
     )
