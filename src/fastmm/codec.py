@@ -8,6 +8,7 @@ from typing import Any
 from ._native.decoder import Decoder
 from ._native.encoder import Encoder, default_threshold
 from .schema import EngineCoreRequest
+from .schema.profile import WireProfile
 
 __all__ = ["Decoder", "Encoder", "decode_request", "encode_request", "encode_requests"]
 
@@ -23,6 +24,7 @@ def _encoder_for(
     threshold: int | None,
     dedup: bool,
     hook: Callable[[Any], Any] | None,
+    profile: WireProfile | str | None,
     max_depth: int,
     max_frames: int,
     max_payload_nbytes: int | None,
@@ -31,7 +33,7 @@ def _encoder_for(
         threshold = default_threshold()
     # A bool or a float equals an int as a key, and must reach the check of the options all the same.
     kinds = (type(inplace), type(dedup), type(threshold), type(max_depth), type(max_frames), type(max_payload_nbytes))
-    key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes, kinds)
+    key: tuple[Any, ...] = (dtype, inplace, threshold, dedup, hook, profile, max_depth, max_frames, max_payload_nbytes, kinds)
     try:
         encoder = _encoders.get(key) if hook is None else None
     except TypeError:  # what cannot be a key is no option either: the encoder says so
@@ -43,6 +45,7 @@ def _encoder_for(
             threshold=threshold,
             dedup=dedup,
             hook=hook,
+            profile=profile,
             max_depth=max_depth,
             max_frames=max_frames,
             max_payload_nbytes=max_payload_nbytes,
@@ -62,6 +65,7 @@ def encode_request(
     threshold: int | None = None,
     dedup: bool = True,
     hook: Callable[[Any], Any] | None = None,
+    profile: WireProfile | str | None = None,
     max_depth: int = 64,
     max_frames: int = 65536,
     max_payload_nbytes: int | None = None,
@@ -87,6 +91,9 @@ def encode_request(
         Tensors over the very same memory become one frame that several places of the main frame point to.
     hook
         Called with an object of a type the wire does not know; what it returns is written instead.
+    profile
+        The engine's release of vLLM: a `WireProfile`, its name (``"0.28"``) or a version. The request is written in that
+        release's layout; what the release lacks must not be set. None: the newest, or what an object of vLLM's own has.
     max_depth, max_frames, max_payload_nbytes
         Limits of nesting, of aux frames and of tensor bytes in one message.
 
@@ -101,7 +108,9 @@ def encode_request(
     SchemaError, EncodeError, LimitError
         With the path of what cannot be written. Nothing was cast then.
     """
-    return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode(request)
+    return _encoder_for(dtype, inplace, threshold, dedup, hook, profile, max_depth, max_frames, max_payload_nbytes).encode(
+        request
+    )
 
 
 def encode_requests(
@@ -112,6 +121,7 @@ def encode_requests(
     threshold: int | None = None,
     dedup: bool = True,
     hook: Callable[[Any], Any] | None = None,
+    profile: WireProfile | str | None = None,
     max_depth: int = 64,
     max_frames: int = 65536,
     max_payload_nbytes: int | None = None,
@@ -121,7 +131,9 @@ def encode_requests(
     Requests that follow one another with the very same ``mm_features`` list share its walk, its cast and its frames. The
     parameters are those of `encode_request`.
     """
-    return _encoder_for(dtype, inplace, threshold, dedup, hook, max_depth, max_frames, max_payload_nbytes).encode_many(requests)
+    return _encoder_for(dtype, inplace, threshold, dedup, hook, profile, max_depth, max_frames, max_payload_nbytes).encode_many(
+        requests
+    )
 
 
 def decode_request(
@@ -130,6 +142,7 @@ def decode_request(
     tensors: str = "torch",
     token_ids: str = "list",
     copy: bool = False,
+    profile: WireProfile | str | None = None,
     max_depth: int = 64,
     max_elements: int = 1 << 24,
     max_frames: int = 65536,
@@ -151,6 +164,8 @@ def decode_request(
         False: tensors view the frames' memory and keep it alive; over a read-only frame (``bytes``, a received frame)
         numpy arrays are read-only, and torch tensors, which cannot be, must not be written to. True: tensors own their
         memory. Data that is not aligned for its type is copied either way.
+    profile
+        The sender's release of vLLM where it is known; else layouts are told apart by their lengths.
     max_depth, max_elements, max_frames, max_payload_nbytes
         Limits of nesting, of items in the main frame, of aux frames and of tensor bytes.
 
@@ -160,7 +175,7 @@ def decode_request(
         The frames are not what an encoder of this wire writes; TruncatedError and LimitError are kinds of it.
     """
     kinds = (type(max_depth), type(max_elements), type(max_frames), type(max_payload_nbytes))
-    key = (tensors, token_ids, copy, max_depth, max_elements, max_frames, max_payload_nbytes, kinds)
+    key = (tensors, token_ids, copy, profile, max_depth, max_elements, max_frames, max_payload_nbytes, kinds)
     try:
         decoder = _decoders.get(key)
     except TypeError:
@@ -171,6 +186,7 @@ def decode_request(
             tensors=tensors,
             token_ids=token_ids,
             copy=copy,
+            profile=profile,
             max_depth=max_depth,
             max_elements=max_elements,
             max_frames=max_frames,

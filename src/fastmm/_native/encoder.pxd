@@ -17,6 +17,7 @@ cdef class Encoder:
     cdef Py_ssize_t max_frames
     cdef int64_t max_payload_nbytes
     cdef object hook
+    cdef int profile_index  # -1: the newest
     cdef object consumer  # of tensors, out of band, or None
     cdef unsigned long long messages
     cdef unsigned long long frames

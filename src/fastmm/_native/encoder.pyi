@@ -3,6 +3,8 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
+from fastmm.schema.profile import WireProfile
+
 THRESHOLD_VARIABLE: str
 DEFAULT_THRESHOLD: int
 
@@ -18,6 +20,7 @@ class Encoder:
         threshold: int | None = None,
         dedup: bool = True,
         hook: Callable[[Any], Any] | None = None,
+        profile: WireProfile | str | None = None,
         oob_tensor_consumer: Any = None,
         max_depth: int = 64,
         max_frames: int = 65536,

@@ -8,6 +8,7 @@ from libc.stdlib cimport getenv
 from libc.string cimport memcpy
 
 from fastmm.errors import EncodeError, SchemaError
+from fastmm.schema.profile import as_profile
 
 from .cast cimport cast_target
 from .frame cimport Frame, frame_new
@@ -80,6 +81,11 @@ cdef class Encoder:
         Tensors over the very same memory become one frame.
     hook
         Called with an object of a type the wire does not know; what it returns is written instead.
+    profile
+        The receiver's release of vLLM, as a `WireProfile`, its name (``"0.28"``) or a version. What `EngineCoreRequest`,
+        `SamplingParams`, `PoolingParams`, `LoRARequest` and the outputs hold is then written in that release's layout, whether
+        they are of fastmm or of another release of vLLM: fields it lacks are left off, and are an `EncodeError` unless they
+        have their defaults. None: what each class has, which for fastmm's own is the newest.
     oob_tensor_consumer
         Called with each tensor that would get a frame (never numpy arrays); a dict it returns is written in place of the
         data, None means "send it as usual". ``new_message()`` is called at the start of each message.
@@ -96,8 +102,8 @@ cdef class Encoder:
         A limit is passed.
     """
 
-    def __init__(self, *, dtype=None, inplace=True, threshold=None, dedup=True, hook=None, oob_tensor_consumer=None,
-                 max_depth=64, max_frames=65536, max_payload_nbytes=None):
+    def __init__(self, *, dtype=None, inplace=True, threshold=None, dedup=True, hook=None, profile=None,
+                 oob_tensor_consumer=None, max_depth=64, max_frames=65536, max_payload_nbytes=None):
         self.idle = []
         self.target = None if dtype is None else cast_target(dtype)
         self.target_nbytes = 0 if dtype is None else fmm_dtype_infos[<int>self.target].item_nbytes
@@ -112,6 +118,8 @@ cdef class Encoder:
             if function is not None and not callable(function):
                 raise SchemaError(f"expected a callable for {name}, got a {type(function).__qualname__}")
         self.hook = hook
+        wire = as_profile(profile)
+        self.profile_index = -1 if wire is None else wire.index
         self.consumer = oob_tensor_consumer
 
     @property
@@ -228,6 +236,7 @@ cdef class Encoder:
                 payload_new(-1 if self.target is None else self.target, self.target_nbytes, self.inplace, self.dedup),
                 self.threshold_nbytes, self.max_depth, self.max_frames, self.max_payload_nbytes, self.hook,
                 self.consumer)
+            message.profile = self.profile_index
         return message
 
     cdef int give_back(self, Message message) except -1:

@@ -59,6 +59,7 @@ cdef class Message:
     cdef int64_t max_payload_nbytes
     cdef object hook
     cdef object oob_tensor_consumer
+    cdef int profile  # index of the receiver's wire profile, -1 when it is the newest
     cdef bint as_vllm  # what only we can write goes to the hook, and what others raise goes through as it is
 
 cdef Message message_new(Payload payload, int64_t threshold, int max_depth, Py_ssize_t max_frames,

@@ -32,6 +32,7 @@ cdef Message message_new(Payload payload, int64_t threshold, int max_depth, Py_s
     message.max_frames = max_frames
     message.max_payload_nbytes = max_payload_nbytes
     message.hook = hook
+    message.profile = -1
     message.oob_tensor_consumer = oob_tensor_consumer
     message.path = <Part*>calloc(max_depth, sizeof(Part))
     if message.path is NULL:

@@ -73,7 +73,13 @@ cdef class Plan:
     cdef bytes keys_home
     cdef list names  # of the attributes, interned
     cdef list defaults  # what the fields' `identical` point to
+    cdef str profiled  # its name in the wire profiles, None for a class that is the same in all of them
+    cdef list by_profile  # the plan for each of them, None until it is asked for
+    cdef list surplus  # of such a plan: (name, default) of fields that the profile lacks
     cdef bint user_dict  # KIND_MAPPING: a UserDict, read by its `data`
+
+# The plan of a class, whose own one is given, on the wire of another release: by the index of its profile.
+cdef Plan plan_for_profile(Plan plan, object cls, int index)
 
 # Borrowed: plans live as long as their type does.
 cdef PyObject* plan_find(PyTypeObject* cls) except NULL

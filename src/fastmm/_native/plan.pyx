@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import sys
 import uuid
 import weakref
@@ -24,6 +25,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 
 from fastmm.errors import SchemaError
+from fastmm.schema.profile import NEWEST, PROFILES
 
 from .record cimport class_attribute, slot_offset
 from .tensor cimport FAMILY_BUFFER, FAMILY_EXCHANGE, FAMILY_NUMPY, Producer, producer_of
@@ -239,6 +241,7 @@ cdef Plan struct_plan(object cls, list names, list keys, list defaults, bint as_
         modes.update(MODES.get(base.__name__, {}))
     plan.as_array = as_array
     plan.in_dict = in_dict
+    plan.profiled = profiled_name(cls)
     plan.head = b""
     plan.properties = frozenset()
     plan.names = [sys.intern(name) for name in names]
@@ -333,6 +336,57 @@ cdef Plan dataclass_plan(object cls):
     if factory is not None:
         wrap(plan, factory)
     return plan
+
+
+cdef str profiled_name(object cls):
+    """Under which name the wire profiles know a class of ours, of vLLM, or one made from such."""
+    for base in cls.__mro__:
+        if base.__name__ in NEWEST.layouts and base.__module__.partition(".")[0] in ("fastmm", "vllm"):
+            return base.__name__
+    return None
+
+
+cdef Plan plan_for_profile(Plan plan, object cls, int index):
+    if plan.by_profile is None:
+        plan.by_profile = [None] * len(PROFILES)
+    if plan.by_profile[index] is None:
+        plan.by_profile[index] = profile_plan(plan, cls, PROFILES[index].layouts[plan.profiled])
+    return plan.by_profile[index]
+
+
+cdef Plan profile_plan(Plan plan, object cls, tuple layout):
+    """Fields that the profile lacks are left off; those that the class lacks are nil, or left off where none follows."""
+    cdef Plan other
+    cdef int i
+    known = set(plan.names)
+    wanted = list(layout)
+    while wanted and wanted[-1] not in known:
+        wanted.pop()
+    if not plan.as_array:
+        other = struct_plan(cls, plan.names, plan.names, plan.defaults, False, plan.in_dict)
+        other.may_omit = plan.may_omit
+    elif known.issuperset(wanted):
+        other = struct_plan(cls, wanted, wanted, [(NOTHING, NOTHING)] * len(wanted), True, False)
+        for i in range(other.nfields):
+            other.fields[i].mode = plan.fields[plan.names.index(other.names[i])].mode
+    else:
+        other = convert_plan(functools.partial(values_of, tuple([name if name in known else None for name in wanted])))
+    defaults = defaults_of(cls)
+    other.surplus = [(name, defaults.get(name)) for name in plan.names if name not in layout]
+    return other
+
+
+def values_of(names, obj):
+    """Fields by name; None for a name that is None."""
+    return tuple([None if name is None else getattr(obj, name) for name in names])
+
+
+cdef dict defaults_of(object cls):
+    """Values that stand for "not asked for"; fields that must be given have none, and need none."""
+    if dataclasses.is_dataclass(cls):
+        return {field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
+    given = cls.__struct_defaults__
+    return dict(zip(cls.__struct_fields__[len(cls.__struct_fields__) - len(given):], given))
 
 
 cdef int wrap(Plan plan, str factory) except -1:

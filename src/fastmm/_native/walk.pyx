@@ -14,19 +14,20 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from fastmm.errors import EncodeError, FastmmError, SchemaError
+from fastmm.schema.profile import PROFILES
 
 from .binary cimport write_bytes, write_ext, write_raw
 from .cast cimport cpu_features, selected_table
 from .leaf cimport count_payload, ids_of, write_tensor
 from .message cimport (
     MEMO_SIZE, PART_FIELD, PART_FIXED, PART_HOOK, PART_ITEM, PART_KEY, Memo, Message, Part,
-    append, at_path, enter, fail, foreign, leave, need,
+    append, at_path, enter, fail, foreign, leave, need, path_of,
 )
 from .payload cimport payload_finish, payload_next, payload_repeat, payload_start
 from .plan cimport (
     FMM_MODE_FEATURES, FMM_MODE_FIELD, FMM_MODE_IDS, FMM_MODE_PAYLOAD, KIND_BYTES, KIND_CONVERT, KIND_DICT, KIND_EXT, KIND_LIST,
     KIND_MAPPING, KIND_NUMBER, KIND_RAW, KIND_SET, KIND_SLICE, KIND_STRUCT, KIND_TENSOR, KIND_TUPLE, KIND_UNKNOWN,
-    KIND_UNSET, Plan, PlanEntry, buffer_plan, fmm_field_t, plan_entry, plan_find, unset_object,
+    KIND_UNSET, Plan, PlanEntry, buffer_plan, fmm_field_t, plan_entry, plan_find, plan_for_profile, unset_object,
 )
 from .pool cimport block_acquire
 from .scalar cimport write_int, write_slice, write_str
@@ -384,6 +385,8 @@ cdef str type_name(object obj):
 cdef int write_struct(Message m, object obj, Plan plan) except -1:
     cdef Memo* memo = NULL
     cdef size_t start = m.size
+    if m.profile >= 0 and plan.profiled is not None:
+        return write_profiled(m, obj, plan_for_profile(plan, type(obj), m.profile))
     if plan.memo:
         memo = &m.memo[(<uintptr_t><PyObject*>obj >> 4) % MEMO_SIZE]
         if memo.obj is <PyObject*>obj:
@@ -402,6 +405,18 @@ cdef int write_struct(Message m, object obj, Plan plan) except -1:
         m.memo_used = True
         m.payload.held.append(obj)  # its address stands for it until the message is done
     return 0
+
+
+cdef int write_profiled(Message m, object obj, Plan plan) except -1:
+    """As the receiver's release has it.  What it lacks must not be asked for: it would be lost without a word."""
+    for name, default in plan.surplus:
+        value = getattr(obj, name, default)
+        if value is not default and not (type(value) is type(default) and value == default):
+            raise EncodeError(f"vLLM {PROFILES[m.profile].name} has no {name}: leave it at its default for this engine",
+                              path=f"{path_of(m)}.{name}")
+    if plan.kind == KIND_CONVERT:
+        return write_converted(m, obj, plan, 0)
+    return write_array_fields(m, obj, plan) if plan.as_array else write_map_fields(m, obj, plan)
 
 
 cdef int write_array_fields(Message m, object obj, Plan plan) except -1:
