@@ -8,6 +8,7 @@ from .errors import (
     CompatError,
     DecodeError,
     EncodeError,
+    EngineDead,
     ExtensionError,
     FastmmError,
     LimitError,
@@ -18,6 +19,7 @@ from .errors import (
     TransportError,
     TransportTimeout,
     TruncatedError,
+    UtilityFailed,
 )
 from .features import FlatSizes, build_features, fan_out
 from .schema import (
@@ -48,6 +50,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "ExtensionError",
+    "EngineDead",
     "FastmmError",
     "FlatSizes",
     "Frame",
@@ -69,6 +72,7 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "TruncatedError",
+    "UtilityFailed",
     "UtilityOutput",
     "WireTensor",
     "__version__",

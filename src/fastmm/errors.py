@@ -13,6 +13,7 @@ __all__ = [
     "DecodeError",
     "DuplicateRequest",
     "EncodeError",
+    "EngineDead",
     "ExtensionError",
     "FastmmError",
     "LimitError",
@@ -29,6 +30,7 @@ __all__ = [
     "TransportError",
     "TransportTimeout",
     "TruncatedError",
+    "UtilityFailed",
 ]
 
 
@@ -113,6 +115,14 @@ class TransportTimeout(TransportError, TimeoutError):
 
 class PeerClosed(TransportError, ConnectionError):
     """The peer said that it is gone, or went without a word."""
+
+
+class EngineDead(PeerClosed):
+    """The engine that had the request, or was to have it, is gone. What it had begun is lost; nothing says how far it came."""
+
+
+class UtilityFailed(TransportError):
+    """The engine was asked to call a method and could not. The message is the engine's own."""
 
 
 class Overloaded(TransportError):
