@@ -14,6 +14,7 @@ from .contract import (
 )
 from .extensions import check_schema, decode_extensions, is_multimodal, is_present, split_extensions
 from .hashes import apply_caller_hashes, caller_hash
+from .hf import HfProcessor
 from .media import measure_pixels, open_image, resolve_media
 from .request import to_features, to_request
 from .run import process_work
@@ -22,6 +23,7 @@ from .validate import validate_processed
 __all__ = [
     "Budgets",
     "Field",
+    "HfProcessor",
     "Layout",
     "Media",
     "MediaKind",

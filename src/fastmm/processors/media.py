@@ -12,6 +12,7 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from .contract import Budgets, Media, MediaKind, Work
 __all__ = ["measure_pixels", "open_image", "resolve_media"]
 
 # Formats that Pillow reads without starting another program, as it does for PostScript.
-IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _FETCHED = re.compile(r"(?:https?|file):", re.IGNORECASE)
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{1,15}):")
 _DATA_URL = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
@@ -256,6 +257,15 @@ class _Reader(io.RawIOBase):
         return len(part)
 
 
+@cache
+def _known_formats() -> list[str]:
+    """Pillow may be built without some; it knows only after it has looked for all."""
+    from PIL import Image
+
+    Image.init()
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
+
+
 def open_image(media: Media) -> Any:
     """An image as a PIL image: its header is read, its pixels are not yet decoded.
 
@@ -280,7 +290,7 @@ def open_image(media: Media) -> Any:
     except ImportError:
         raise CompatError("images are read by Pillow: install fastmm[processors]") from None
     try:
-        return Image.open(_Reader(media.data), formats=IMAGE_FORMATS)
+        return Image.open(_Reader(media.data), formats=_known_formats())
     except Image.DecompressionBombError as error:
         raise LimitError(str(error)) from None
     except MemoryError:
