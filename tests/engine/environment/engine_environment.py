@@ -18,7 +18,7 @@ class _DeclareOperators:
 
             torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return None
+        return
 
 
 sys.meta_path.insert(0, _DeclareOperators())
