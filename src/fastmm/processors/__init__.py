@@ -16,6 +16,7 @@ from .extensions import check_schema, decode_extensions, is_multimodal, is_prese
 from .hashes import apply_caller_hashes, caller_hash
 from .hf import HfProcessor
 from .media import measure_pixels, open_image, resolve_media
+from .registry import available_processors, load_processor
 from .request import to_features, to_request
 from .run import process_work
 from .validate import validate_processed
@@ -33,11 +34,13 @@ __all__ = [
     "Tokenizer",
     "Work",
     "apply_caller_hashes",
+    "available_processors",
     "caller_hash",
     "check_schema",
     "decode_extensions",
     "is_multimodal",
     "is_present",
+    "load_processor",
     "measure_pixels",
     "open_image",
     "process_work",
