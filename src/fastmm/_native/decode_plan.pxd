@@ -26,6 +26,7 @@ ctypedef enum MapRule:
     MAP_REFUSED
     MAP_DICT
     MAP_RECORD
+    MAP_USER_DICT  # a UserDict of `wrapper`'s class
 
 ctypedef enum RecordCheck:  # what a class asks for beyond the types of its fields
     CHECK_NOTHING
@@ -39,6 +40,7 @@ cdef struct DecodePlan:
     DecodePlan* item  # of a list, tuple, set; the value of a dict
     DecodePlan* key  # of a dict
     DecodeRecord* record
+    PyTypeObject* wrapper  # MAP_USER_DICT
     DecodePlan** items  # ARRAY_FIXED_TUPLE
     DecodeRecord** factories  # ARRAY_FACTORY
     int nitems  # of either
@@ -71,6 +73,7 @@ cdef struct DecodeRecord:
     int nfields
     int min_nelem  # fewer elements of an array are an error
     bint as_array
+    bint in_dict  # fields are attributes, not slots
     bint closed  # a map with a key that names no field is an error
     RecordCheck check
     const uint8_t* factory  # the name before the map, NULL where there is none
@@ -84,6 +87,10 @@ cdef struct DecodeRecord:
 
 # The plan of a type or annotation; raises SchemaError for what cannot be decoded into.
 cdef DecodePlan* decode_plan_of(object hint) except NULL
+
+# Lets instances of another package's dataclass be made: a map on the wire, or `[factory, map]`. `rules` says by field what
+# annotations do not: a type of ours, or "nested", "slices". A UserDict's one rule, "", is its values' type.
+cdef int adopt(object cls, dict rules, str factory, bint closed) except -1
 
 # Plain values only: None, bool, int, float, str, bytes, list, dict.
 cdef DecodePlan* any_plan

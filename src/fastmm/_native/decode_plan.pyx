@@ -1,5 +1,6 @@
 """What a type looks like on the wire: one plan per class, made from its fields and annotations."""
 
+import collections
 import collections.abc
 import dataclasses
 import enum
@@ -10,6 +11,7 @@ import typing
 
 import msgpack
 
+from cpython.object cimport PyTypeObject
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport calloc
@@ -47,6 +49,7 @@ cdef dict FIELD_RULES = {
 }
 # vLLM's struct has nine fields without a default where ours has two.
 cdef dict MIN_ELEMENTS = {EngineCoreRequest: 9}
+cdef dict adopted = {}  # class of another package -> (its rules, the name before its map or None, whether it is closed)
 
 
 cdef void* allocate(size_t nbytes) except NULL:
@@ -112,20 +115,20 @@ cdef int plan_add(DecodePlan* plan, object hint, list words) except -1:
         plan_any(plan)
         words.append("a value")
     elif origin is typing.Union or origin is types.UnionType:
-        factories = [arm for arm in args if hasattr(arm, "__wire_factory__")]
+        factories = [arm for arm in args if factory_of(arm) is not None]
         if factories:
             plan_factories(plan, factories)
             words.append("[name, fields]")
         for arm in args:
             if arm not in factories:
                 plan_add(plan, arm, words)
-    elif hint is TensorLike:
+    elif hint is TensorLike or isinstance(hint, type) and (hint.__module__, hint.__qualname__) == ("torch", "Tensor"):
         plan_array(plan, ARRAY_TENSOR, hint)
         words.append("a tensor [dtype, shape, data]")
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
         plan_enum(plan, hint)
         words.append(hint.__name__)
-    elif hasattr(hint, "__wire_factory__"):
+    elif factory_of(hint) is not None:
         plan_factories(plan, [hint])
         words.append("[name, fields]")
     elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -135,6 +138,13 @@ cdef int plan_add(DecodePlan* plan, object hint, list words) except -1:
         else:
             plan_map(plan, MAP_RECORD, hint)
         words.append(f"{'an array' if plan.record.as_array else 'a map'} ({hint.__name__})")
+    elif hint in adopted and issubclass(hint, collections.UserDict):
+        plan_map(plan, MAP_USER_DICT, hint)
+        one_item(plan, hint)
+        plan.wrapper = <PyTypeObject*>hint
+        plan.key = plan_for(str)
+        plan.item = plan_for(adopted[hint][0][""])
+        words.append(f"a map ({hint.__name__})")
     elif hint in (bool, int, float, str, bytes):
         plan.accepts |= 1 << {
             bool: FMM_KIND_BOOL, int: FMM_KIND_INT, float: FMM_KIND_FLOAT, str: FMM_KIND_STR, bytes: FMM_KIND_BIN}[hint]
@@ -266,7 +276,7 @@ cdef DecodeRecord* record_of(object cls) except NULL:
     known = records.get(cls)
     if known is not None:
         return <DecodeRecord*><size_t>known
-    if not hasattr(cls, "__wire__"):
+    if not hasattr(cls, "__wire__") and cls not in adopted:
         raise SchemaError(f"cannot decode into {cls.__module__}.{cls.__qualname__}: it has no __wire__")
     fields = dataclasses.fields(cls)
     if len(fields) > MAX_FIELDS:
@@ -277,12 +287,32 @@ cdef DecodeRecord* record_of(object cls) except NULL:
     return record
 
 
+cdef object factory_of(object hint):
+    """The name before a class's map, None where there is none."""
+    if isinstance(hint, type) and hint in adopted:
+        return adopted[hint][1]
+    return getattr(hint, "__wire_factory__", None)
+
+
+cdef int adopt(object cls, dict rules, str factory, bint closed) except -1:
+    if getattr(cls, "__post_init__", None) is not None or cls.__new__ is not object.__new__:
+        raise SchemaError(f"cannot decode into {cls.__module__}.{cls.__qualname__}: it is more than a plain dataclass")
+    adopted[cls] = (rules, factory, closed)
+    return 0
+
+
+cdef bint has_slots(object cls) except -1:
+    return all([slot_offset(<PyTypeObject*>cls, class_attribute(cls, spec.name)) for spec in dataclasses.fields(cls)])
+
+
 cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
     cdef DecodeField* field
     cdef bytes key
     cdef int i
     record.cls = <PyTypeObject*>keep(cls)
-    record.as_array = cls.__wire__ == "array"
+    rules, factory, closed = adopted.get(cls, ({}, getattr(cls, "__wire_factory__", None), cls is MmFieldElem))
+    record.as_array = cls not in adopted and cls.__wire__ == "array"
+    record.in_dict = cls in adopted and not has_slots(cls)
     record.nfields = len(fields)
     record.fields = <DecodeField*>allocate(max(1, len(fields)) * sizeof(DecodeField))
     hints = typing.get_type_hints(cls)
@@ -290,7 +320,7 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
         field = &record.fields[i]
         spec = fields[i]
         field.offset = slot_offset(record.cls, class_attribute(cls, spec.name))
-        if field.offset == 0:
+        if field.offset == 0 and not record.in_dict:
             raise SchemaError(f"cannot decode into {cls.__qualname__}: {spec.name} is not a slot")
         field.name = keep(sys.intern(spec.name))
         key = msgpack.packb(spec.name)
@@ -309,13 +339,12 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
             field.default_factory = keep(spec.default_factory)
         else:
             record.min_nelem = i + 1
-        rule = FIELD_RULES.get((cls, spec.name))
-        field.plan = plan_for(hints[spec.name]) if rule is None else rule_plan(rule, hints[spec.name])
+        rule = rules.get(spec.name, FIELD_RULES.get((cls, spec.name), hints[spec.name]))
+        field.plan = rule_plan(rule, hints[spec.name]) if type(rule) is str else plan_for(rule)
     record.min_nelem = MIN_ELEMENTS.get(cls, record.min_nelem)
     # vLLM passes these maps on as keyword arguments: a name that is none of them is an error there.
-    record.closed = cls is MmFieldElem or hasattr(cls, "__wire_factory__")
-    record.check = CHECK_PLACEHOLDER if cls is PlaceholderRange else CHECK_NOTHING
-    factory = getattr(cls, "__wire_factory__", None)
+    record.closed = closed or factory is not None
+    record.check = CHECK_PLACEHOLDER if cls.__name__ == PlaceholderRange.__name__ else CHECK_NOTHING
     if factory is not None:
         key = factory.encode()
         record.factory = <const uint8_t*><char*><object>keep(key)

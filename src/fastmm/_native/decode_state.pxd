@@ -66,6 +66,11 @@ cdef enum:
     FIELD_MEMOS = 8
     MAX_DEPTH = 512  # FMM_READ_MAX_DEPTH: what the C stack surely takes, and the bound of the option
 
+ctypedef enum OwnRule:  # what tensors of aux frames are in a decoder with vLLM's habits
+    OWN_NOT  # as `copy` says
+    OWN_TORCH  # torch's own memory
+    OWN_PINNED  # and pinned
+
 cdef struct DecodeState:
     fmm_reader_t reader  # over the main frame
     const uint8_t* start
@@ -82,6 +87,8 @@ cdef struct DecodeState:
     bint ids_as_array
     int profile  # index of the sender's wire profile, -1 when it is not known
     PyObject* provider  # borrowed, or NULL
+    OwnRule own
+    bint torch_only  # a numpy name is none for a tensor
     # The tensor decoded last, for checks of the record that holds it
     int tensor_dtype
     int tensor_ndim

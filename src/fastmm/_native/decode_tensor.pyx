@@ -5,6 +5,7 @@ for it lies unaligned amid the main frame, and a view would keep all of that ali
 """
 
 cimport numpy as cnp
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t, uintptr_t
@@ -16,6 +17,8 @@ from .decode_state cimport (
     FMM_KIND_EXT,
     FMM_KIND_INT,
     FMM_KIND_MAP,
+    OWN_NOT,
+    OWN_PINNED,
     DecodeState,
     FrameView,
     c_bool,
@@ -45,6 +48,7 @@ cnp.import_array()
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
         FMM_DTYPE_NONE
+        FMM_UINT8
     ctypedef struct fmm_dtype_info_t:
         const char* name
         uint8_t name_nbytes
@@ -53,10 +57,15 @@ cdef extern from "fastmm/dtype.h" nogil:
     int fmm_dtype_from_name(const char* name, size_t name_nbytes)
     int fmm_dtype_from_numpy(char kind, size_t item_nbytes)
 
+cdef extern from "Python.h":
+    const char* PyUnicode_AsUTF8AndSize(object, Py_ssize_t*) except NULL
+    long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
+
 cdef extern from "fastmm/size.h" nogil:
     c_bool fmm_mul_i64(int64_t a, int64_t b, int64_t* out)
 
 cdef enum:
+    MAX_INT64 = 0x7FFFFFFFFFFFFFFF
     POOLED_NBYTES = 65536  # copies from this size on go to a warm block of the pool
     NOGIL_NBYTES = 1 << 20  # copies from this size on let other threads run
     DESCRS = 64  # a power of two
@@ -79,6 +88,7 @@ cdef struct KnownDescr:
     PyObject* descr  # counted
 
 cdef KnownDescr known_descrs[DESCRS]
+cdef PyObject* torch_dtypes[64]  # by fmm_dtype_t, counted; NULL: not asked for yet
 cdef uint8_t nothing[64]  # what an empty tensor points to
 
 
@@ -117,17 +127,21 @@ cdef object read_dtype(DecodeState* s, Header* header):
     """Fills in the type; returns numpy's where the name is numpy's, else None."""
     cdef const uint8_t* at = s.reader.cur
     cdef fmm_status_t status = fmm_read_str(&s.reader, &header.name, &header.name_nbytes)
-    cdef cnp.dtype descr
     if status:
         fail_status(s, status, "the dtype of a tensor, a str")
+    return named_dtype(s, header, at)
+
+
+cdef object named_dtype(DecodeState* s, Header* header, const uint8_t* at):
+    cdef cnp.dtype descr
     header.dtype = fmm_dtype_from_name(<const char*>header.name, header.name_nbytes)
     if header.dtype != FMM_DTYPE_NONE:
         header.item_nbytes = fmm_dtype_infos[header.dtype].item_nbytes
         header.alignment = header.item_nbytes
         return None
-    found = spelt_descr(header.name, header.name_nbytes)
+    found = None if s.torch_only else spelt_descr(header.name, header.name_nbytes)
     if found is None:
-        fail(s, at, f"expected a dtype such as 'bfloat16' or '<f4', got {shown(header)}")
+        fail(s, at, f"expected a dtype such as 'bfloat16'{'' if s.torch_only else " or '<f4'"}, got {shown(header)}")
     descr = found
     header.item_nbytes = descr.itemsize
     header.alignment = descr.alignment
@@ -174,20 +188,33 @@ cdef object spelt_descr(const uint8_t* name, uint32_t nbytes):
 cdef int read_shape(DecodeState* s, Header* header) except -1:
     cdef const uint8_t* at = s.reader.cur
     cdef uint32_t ndim = read_array(s)
-    cdef int64_t spread = header.item_nbytes  # with extents of zero taken as one: strides are made of it
-    cdef bint empty = False
     cdef fmm_status_t status
     cdef c_bool is_u64
     cdef int axis
-    if ndim > MAX_NDIM:
-        fail(s, at, f"expected at most {MAX_NDIM} dimensions, got {ndim}")
-    header.ndim = ndim
+    shape_start(s, header, ndim, at)
     for axis in range(header.ndim):
         status = fmm_read_int(&s.reader, &header.shape[axis], &is_u64)
         if status:
             fail_status(s, status, "an extent, an int")
-        if is_u64 or header.shape[axis] < 0:
-            fail(s, at, f"expected extents >= 0 that fit 63 bits, got one that is {'too large' if is_u64 else 'negative'}")
+        if is_u64:
+            fail(s, at, "expected extents >= 0 that fit 63 bits, got one that is too large")
+    return shape_check(s, header, at)
+
+
+cdef int shape_start(DecodeState* s, Header* header, int64_t ndim, const uint8_t* at) except -1:
+    if ndim > MAX_NDIM:
+        fail(s, at, f"expected at most {MAX_NDIM} dimensions, got {ndim}")
+    header.ndim = <int>ndim
+    return 0
+
+
+cdef int shape_check(DecodeState* s, Header* header, const uint8_t* at) except -1:
+    cdef int64_t spread = header.item_nbytes  # with extents of zero taken as one: strides are made of it
+    cdef bint empty = False
+    cdef int axis
+    for axis in range(header.ndim):
+        if header.shape[axis] < 0:
+            fail(s, at, "expected extents >= 0 that fit 63 bits, got one that is negative")
         if header.shape[axis] == 0:
             empty = True
         elif not fmm_mul_i64(spread, header.shape[axis], &spread):
@@ -209,20 +236,28 @@ cdef tuple extents(Header* header):
 
 cdef object read_aux(DecodeState* s, Header* header):
     cdef const uint8_t* at = s.reader.cur
-    cdef FrameView* frame
     cdef int64_t index = 0
     cdef c_bool is_u64
     cdef fmm_status_t status = fmm_read_int(&s.reader, &index, &is_u64)
     if status:
         fail_status(s, status, "the index of a frame")
-    if is_u64 or index < 1 or index >= s.nframes:
+    if is_u64:
+        index = MAX_INT64
+    return aux_tensor(s, header, index, at)
+
+
+cdef object aux_tensor(DecodeState* s, Header* header, int64_t index, const uint8_t* at):
+    cdef FrameView* frame
+    if index < 1 or index >= s.nframes:
         fail(s, at, f"expected the index of an aux frame, 1 to {s.nframes - 1}, got "
-                    f"{'a larger number' if is_u64 else index}" if s.nframes > 1 else
+                    f"{'a larger number' if index == MAX_INT64 else index}" if s.nframes > 1 else
                     "expected no index, for there are no aux frames")
     frame = &s.frames[index]
     if frame.nbytes != header.nbytes:
         fail_frame(s, index, f"expected {sized(header)}, got a frame of {frame.nbytes} bytes")
     frame.used = True
+    if s.own != OWN_NOT and header.nbytes:
+        return own_tensor(s, header, frame)
     if s.copy or <uintptr_t>frame.data % header.alignment:
         if frame.copy is NULL:
             copy_frame(s, frame)
@@ -241,6 +276,10 @@ cdef object read_inline(DecodeState* s, Header* header):
         fail_status(s, status, "ext")
     if code != 3:
         fail(s, at, f"expected ext of code 3, got code {code}" + (": pickles are never loaded" if code in (1, 2) else ""))
+    return inline_tensor(s, header, data, nbytes, at)
+
+
+cdef object inline_tensor(DecodeState* s, Header* header, const uint8_t* data, int64_t nbytes, const uint8_t* at):
     if nbytes != header.nbytes:
         fail(s, at, f"expected {sized(header)}, got {nbytes}")
     s.payload_left -= nbytes
@@ -320,12 +359,81 @@ cdef object header_descr(Header* header):
     return <object>header.descr if header.descr is not NULL else numpy_descr(header.dtype)
 
 
+# --- vLLM's habits ----------------------------------------------------------------------------------------------------
+
+
+cdef object own_tensor(DecodeState* s, Header* header, FrameView* frame):
+    """A tensor, or array, whose memory is its library's own.  Tensors of one frame share one copy."""
+    if header.descr is not NULL or s.family != FAMILY_EXCHANGE:
+        s.nbytes_copied += header.nbytes
+        return make(s, header, <void*>frame.data, <object>frame.owner, frame.readonly).copy()
+    if frame.copy is NULL:
+        seen = tensor_make(FAMILY_EXCHANGE, <void*>frame.data, FMM_UINT8, 1, <int64_t*>&frame.nbytes, <object>frame.owner, True)
+        own = seen.pin_memory() if s.own == OWN_PINNED else seen.clone()
+        s.nbytes_copied += frame.nbytes
+        Py_INCREF(own)
+        frame.copy = <PyObject*>own
+    return (<object>frame.copy).view(torch_dtype(header.dtype)).view(extents(header))
+
+
+cdef object torch_dtype(int dtype):
+    if torch_dtypes[dtype] is NULL:
+        import torch
+        found = getattr(torch, (<bytes>fmm_dtype_infos[dtype].name).decode())
+        Py_INCREF(found)
+        torch_dtypes[dtype] = <PyObject*>found
+    return <object>torch_dtypes[dtype]
+
+
+cdef object tensor_of(DecodeState* s, object triple):
+    """The tensor that `[dtype, shape, data]` stands for where somebody else has read it: data is an index, what came as ext
+    (a memoryview), or a dict."""
+    cdef Header header
+    cdef Py_buffer buffer
+    cdef Py_ssize_t nbytes = 0
+    cdef int64_t index
+    cdef int overflow = 0
+    cdef int axis
+    if type(triple) not in (list, tuple) or len(triple) != 3 or type(triple[0]) is not str or type(triple[1]) not in (
+            list, tuple):
+        fail(s, NULL, f"expected a tensor [dtype, shape, data], got a {type(triple).__name__}")
+    name, shape, data = triple
+    header.name = <const uint8_t*>PyUnicode_AsUTF8AndSize(name, &nbytes)
+    header.name_nbytes = <uint32_t>min(nbytes, 0xffff)
+    descr = named_dtype(s, &header, NULL)
+    header.descr = <PyObject*>descr if descr is not None else NULL
+    shape_start(s, &header, len(shape), NULL)
+    for axis in range(header.ndim):
+        if type(shape[axis]) is not int:
+            fail(s, NULL, f"expected an extent, an int, got a {type(shape[axis]).__name__}")
+        header.shape[axis] = PyLong_AsLongLongAndOverflow(shape[axis], &overflow)
+        if overflow:
+            fail(s, NULL, "expected extents >= 0 that fit 63 bits, got one that does not")
+    shape_check(s, &header, NULL)
+    if type(data) is int:
+        index = PyLong_AsLongLongAndOverflow(data, &overflow)
+        return aux_tensor(s, &header, MAX_INT64 if overflow else index, NULL)
+    if type(data) is memoryview:
+        PyObject_GetBuffer(data, &buffer, PyBUF_SIMPLE)
+        try:
+            return inline_tensor(s, &header, <const uint8_t*>buffer.buf, buffer.len, NULL)
+        finally:
+            PyBuffer_Release(&buffer)
+    if type(data) is dict:
+        return provided_tensor(s, &header, data, NULL)
+    fail(s, NULL, "expected the data of a tensor: the index of a frame, ext of code 3 or a map, got "
+                  f"a {type(data).__name__}")
+
+
 # --- out of band ------------------------------------------------------------------------------------------------------
 
 
 cdef object read_out_of_band(DecodeState* s, Header* header):
     cdef const uint8_t* at = s.reader.cur
-    meta = s.read_any(s)
+    return provided_tensor(s, header, s.read_any(s), at)
+
+
+cdef object provided_tensor(DecodeState* s, Header* header, object meta, const uint8_t* at):
     if s.provider is NULL:
         fail(s, at, "the tensor is out of band: the decoder needs an oob_tensor_provider")
     name = (<const char*>header.name)[:header.name_nbytes].decode("ascii")

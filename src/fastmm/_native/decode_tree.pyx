@@ -24,6 +24,7 @@ from .decode_plan cimport (
     ARRAY_TUPLE,
     CHECK_PLACEHOLDER,
     MAP_DICT,
+    MAP_RECORD,
     DecodeField,
     DecodeLayout,
     DecodePlan,
@@ -85,6 +86,7 @@ cdef extern from "Python.h":
     object PyFloat_FromDouble(double value)
     object PySlice_New(PyObject* start, PyObject* stop, PyObject* step)
     long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
+    int PyObject_GenericSetAttr(object, object, object) except -1
 
 
 cdef object read_any(DecodeState* s):
@@ -110,7 +112,9 @@ cdef object read_value(DecodeState* s, const DecodePlan* plan):
     if kind == FMM_KIND_ARRAY:
         return read_array_value(s, plan)
     if kind == FMM_KIND_MAP:
-        return read_dict(s, plan) if plan.map == MAP_DICT else read_map_record(s, plan.record)
+        if plan.map == MAP_RECORD:
+            return read_map_record(s, plan.record)
+        return read_dict(s, plan) if plan.map == MAP_DICT else read_user_dict(s, plan)
     if kind == FMM_KIND_BOOL:
         s.reader.cur += 1
         return lead == 0xc3
@@ -282,6 +286,13 @@ cdef object read_dict(DecodeState* s, const DecodePlan* plan):
     return items
 
 
+cdef object read_user_dict(DecodeState* s, const DecodePlan* plan):
+    items = read_dict(s, plan)
+    wrapped = record_new(plan.wrapper)
+    PyObject_GenericSetAttr(wrapped, "data", items)
+    return wrapped
+
+
 cdef object read_key(DecodeState* s, const DecodePlan* plan):
     cdef const uint8_t* data = NULL
     cdef uint32_t nbytes = 0
@@ -303,13 +314,20 @@ cdef object read_key(DecodeState* s, const DecodePlan* plan):
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-cdef int store_default(DecodeState* s, object obj, const DecodeField* field, object cls_name) except -1:
+cdef inline int store(const DecodeRecord* record, object obj, const DecodeField* field, object value) except -1:
+    if record.in_dict:
+        return PyObject_GenericSetAttr(obj, <object>field.name, value)  # whatever a frozen class says of it
+    record_replace(obj, field.offset, value)
+    return 0
+
+
+cdef int store_default(DecodeState* s, const DecodeRecord* record, object obj, const DecodeField* field) except -1:
     if field.default_value is not NULL:
-        record_replace(obj, field.offset, <object>field.default_value)
+        store(record, obj, field, <object>field.default_value)
     elif field.default_factory is not NULL:
-        record_replace(obj, field.offset, (<object>field.default_factory)())
+        store(record, obj, field, (<object>field.default_factory)())
     else:
-        fail(s, NULL, f"expected {cls_name} to have {<object>field.name}, which is missing")
+        fail(s, NULL, f"expected {(<object>record.cls).__name__} to have {<object>field.name}, which is missing")
     return 0
 
 
@@ -334,7 +352,7 @@ cdef object read_array_record(DecodeState* s, DecodeRecord* record):
             value = read_value(s, field.plan)
             record_replace(obj, field.offset, value)
         else:
-            store_default(s, obj, field, (<object>record.cls).__name__)
+            store_default(s, record, obj, field)
     for i in range(record.nfields, <int64_t>nelem):
         step_index(s, i)
         skip(s)  # a newer sender's fields
@@ -380,7 +398,7 @@ cdef object read_moved_record(DecodeState* s, DecodeRecord* record, const Decode
     s.depth -= 1
     for index in range(record.nfields):
         if missing >> index & 1:
-            store_default(s, obj, &record.fields[index], (<object>record.cls).__name__)
+            store_default(s, record, obj, &record.fields[index])
     if record.post_init is not NULL:
         validate(s, record, obj, at)
     return obj
@@ -409,13 +427,13 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
         field = &record.fields[index]
         step_name(s, STEP_FIELD, field.name)
         value = read_value(s, field.plan)
-        record_replace(obj, field.offset, value)
+        store(record, obj, field, value)
         missing &= ~(<uint64_t>1 << index)
     s.depth -= 1
     if missing:
         for index in range(record.nfields):
             if missing >> index & 1:
-                store_default(s, obj, &record.fields[index], (<object>record.cls).__name__)
+                store_default(s, record, obj, &record.fields[index])
     if record.check == CHECK_PLACEHOLDER:
         check_placeholder(s, obj, at)
     if record.post_init is not NULL:

@@ -4,9 +4,6 @@ from typing import Any, final
 from fastmm.schema.profile import WireProfile
 
 @final
-class FrameHolder: ...
-
-@final
 class Decoder:
     def __init__(
         self,

@@ -1,47 +1,25 @@
 """Decoder: frames in, objects out, every limit checked."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
-from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
-from libc.stdint cimport int64_t, uint8_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t
 
 from fastmm.errors import DecodeError, LimitError, SchemaError
 from fastmm.schema import EngineCoreRequest
 from fastmm.schema.profile import as_profile
 
+from .decode_frames cimport FEW_FRAMES, frames_close, frames_open, frames_room, state_end, state_start
 from .decode_plan cimport DecodePlan, any_plan, decode_plan_of
-from .decode_state cimport FIELD_MEMOS, MAX_DEPTH, DecodeState, FrameView, Step, fail
-from .decode_tree cimport read_any, read_value
-from .frame cimport Frame
+from .decode_state cimport MAX_DEPTH, DecodeState, FrameView, Step, fail
+from .decode_tree cimport read_value
 from .options cimport choice, switch, whole
 from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY, FAMILY_WIRE
 
 cdef enum:
-    FEW_FRAMES = 32  # these many need no allocation
     MAX_INT64 = 0x7FFFFFFFFFFFFFFF
 
 cdef dict FAMILIES = {"torch": FAMILY_EXCHANGE, "numpy": FAMILY_NUMPY, "wire": FAMILY_WIRE}
 cdef dict TOKEN_IDS = {"list": False, "array": True}
-
-
-@cython.final
-@cython.freelist(256)
-@cython.no_gc
-cdef class FrameHolder:
-    """Keeps one frame's buffer exported for as long as any tensor lies over it."""
-
-    cdef Py_buffer buffer
-    cdef bint held
-
-    def __init__(self):
-        raise TypeError("a FrameHolder comes from the decoder")
-
-    def __dealloc__(self):
-        if self.held:
-            PyBuffer_Release(&self.buffer)
 
 
 @cython.final
@@ -152,9 +130,9 @@ cdef class Decoder:
             where a limit is passed.
         """
         cdef FrameView few[FEW_FRAMES]
-        cdef FrameView* views = few
-        cdef Py_ssize_t nframes, i
-        cdef int64_t nbytes
+        cdef FrameView* views
+        cdef Py_ssize_t nframes
+        cdef int64_t nbytes = 0
         cdef tuple parts
         if isinstance(frames, list) or isinstance(frames, tuple):
             parts = tuple(frames)  # ours: another thread may change the list
@@ -165,98 +143,36 @@ cdef class Decoder:
             raise DecodeError("expected a main frame, got no frames")
         if nframes - 1 > self.max_frames:
             raise LimitError(f"{nframes - 1} aux frames are more than max_frames, {self.max_frames}")
-        if nframes > FEW_FRAMES:
-            views = <FrameView*>calloc(nframes, sizeof(FrameView))
-            if views is NULL:
-                raise MemoryError()
-        else:
-            memset(few, 0, nframes * sizeof(FrameView))
+        views = frames_room(few, nframes)
         try:
-            nbytes = open_frames(self, parts, views)
+            nbytes = frames_open(parts, views, True)
             return decode_views(self, views, nframes, nbytes)
         finally:
-            for i in range(nframes):
-                Py_XDECREF(views[i].owner)
-                Py_XDECREF(views[i].copy)
-            if views is not few:
-                free(views)
-
-
-cdef int64_t open_frames(Decoder decoder, tuple parts, FrameView* views) except -1:
-    """Finds each frame's memory and who keeps it; returns the bytes of the aux frames.  Every owner is counted."""
-    cdef FrameView* view
-    cdef FrameHolder holder
-    cdef Frame frame
-    cdef Py_ssize_t i
-    cdef int64_t total = 0
-    for i in range(len(parts)):
-        part = parts[i]
-        view = &views[i]
-        if PyBytes_CheckExact(part):
-            view.data = <const uint8_t*>PyBytes_AS_STRING(part)
-            view.nbytes = PyBytes_GET_SIZE(part)
-            view.readonly = True
-            owner = part
-        elif type(part) is Frame:
-            frame = <Frame>part
-            view.data = <const uint8_t*>frame.data
-            view.nbytes = frame.size
-            view.readonly = True
-            owner = part
-        else:
-            holder = FrameHolder.__new__(FrameHolder)
-            try:
-                PyObject_GetBuffer(part, &holder.buffer, PyBUF_SIMPLE)
-            except Exception as error:
-                raise DecodeError(f"expected a frame, contiguous bytes, got a {type(part).__name__}", frame=i) from error
-            holder.held = True
-            view.data = <const uint8_t*>holder.buffer.buf
-            view.nbytes = holder.buffer.len
-            # A received frame may lie over the sender's own memory (inproc), or be read twice.
-            view.readonly = holder.buffer.readonly or type(part).__module__.partition(".")[0] == "zmq"
-            owner = holder
-        Py_INCREF(owner)
-        view.owner = <PyObject*>owner
-        if i:
-            total += view.nbytes
-    if decoder.max_payload_nbytes >= 0 and total > decoder.max_payload_nbytes:
-        raise LimitError(f"aux frames of {total} bytes are more than max_payload_nbytes, {decoder.max_payload_nbytes}")
-    return total
+            frames_close(few, views, nframes)
 
 
 cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes, int64_t aux_nbytes):
     cdef Step path[MAX_DEPTH + 2]
     cdef DecodeState s
     cdef Py_ssize_t i
-    s.start = views[0].data
-    s.reader.cur = s.start
-    s.reader.end = s.start + views[0].nbytes
-    s.frames = views
-    s.nframes = nframes
-    s.path = path
-    s.depth = 0
+    state_start(&s, views, nframes, path)
     s.max_depth = decoder.max_depth
     s.elements_left = decoder.max_elements
-    s.read_any = read_any
     s.family = decoder.family
     s.copy = decoder.copy_data
     s.ids_as_array = decoder.ids_as_array
     s.profile = decoder.profile_index
     s.provider = <PyObject*>decoder.provider if decoder.provider is not None else NULL
-    s.payload_left = (decoder.max_payload_nbytes if decoder.max_payload_nbytes >= 0 else MAX_INT64) - aux_nbytes
-    s.nbytes_viewed = 0
-    s.nbytes_copied = 0
-    s.pair = 0
-    s.tensor_dtype = s.tensor_ndim = 0
-    s.tensor_extent = 0
-    memset(s.memos, 0, sizeof(s.memos))
+    if decoder.max_payload_nbytes >= 0:
+        if aux_nbytes > decoder.max_payload_nbytes:
+            raise LimitError(f"aux frames of {aux_nbytes} bytes are more than max_payload_nbytes, {decoder.max_payload_nbytes}")
+        s.payload_left = decoder.max_payload_nbytes - aux_nbytes
     try:
         message = read_value(&s, decoder.plan)
         if s.reader.cur != s.reader.end:
             fail(&s, NULL, f"expected the end of the frame, got {s.reader.end - s.reader.cur} more bytes")
     finally:
-        for i in range(FIELD_MEMOS):
-            Py_XDECREF(s.memos[i].value)
+        state_end(&s)
     for i in range(1, nframes):
         if not views[i].used:
             raise DecodeError("expected a tensor to point to this aux frame, none does", frame=i)

@@ -6,17 +6,30 @@ Both classes have vLLM's class as their second base: whatever this module does n
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import msgspec
+import numpy as np
+import torch
+from vllm.multimodal import inputs
 from vllm.v1 import serial_utils
 
+from fastmm._native.vllm_decoder import VllmDecoder, adopt_classes
 from fastmm._native.vllm_encoder import VllmEncoder
+from fastmm.errors import DecodeError, FastmmError
 
-__all__ = ["MsgpackDecoder", "MsgpackEncoder"]
+__all__ = ["MalformedMessageError", "MsgpackDecoder", "MsgpackEncoder"]
+
+logger = logging.getLogger(__name__)
 
 # Whatever name the plugin puts in their place later, these stay vLLM's.
 _TheirEncoder: Any = serial_utils.MsgpackEncoder
 _TheirDecoder: Any = serial_utils.MsgpackDecoder
+
+
+class MalformedMessageError(DecodeError, msgspec.ValidationError):
+    """A message is not what an encoder of this wire writes; what msgspec's callers expect for that is what it is."""
 
 
 class MsgpackEncoder(VllmEncoder, _TheirEncoder):  # type: ignore[misc]
@@ -35,5 +48,92 @@ class MsgpackEncoder(VllmEncoder, _TheirEncoder):  # type: ignore[misc]
         VllmEncoder.__init__(self, self.size_threshold, oob_tensor_consumer)
 
 
-class MsgpackDecoder(_TheirDecoder):  # type: ignore[misc]
-    """vLLM's decoder."""
+class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
+    """vLLM's decoder: the same objects, from frames that are checked.
+
+    Parameters
+    ----------
+    t
+        What a message is; None for plain values.
+    share_mem
+        Tensors of aux frames view them; else they own their memory, which is pinned where vLLM pins it.
+    oob_tensor_provider
+        Called as ``provider(dtype, shape, meta)`` for a tensor that travels outside the message, or None.
+
+    Raises
+    ------
+    MalformedMessageError
+        A ``msgspec.ValidationError``; so is whatever msgspec itself refuses.
+    """
+
+    def __init__(self, t: Any = None, share_mem: bool = True, oob_tensor_provider: Any = None) -> None:
+        _TheirDecoder.__init__(self, t, share_mem, oob_tensor_provider)
+        self._options = (t, share_mem, oob_tensor_provider)
+        own_hooks = type(self).dec_hook is MsgpackDecoder.dec_hook and type(self).ext_hook is MsgpackDecoder.ext_hook
+        VllmDecoder.__init__(
+            self,
+            self.decoder.decode,
+            **(_cuts(t) if own_hooks else {}),
+            share_mem=share_mem,
+            pin=self.pin_tensors,
+            provider=oob_tensor_provider,
+            tensor_class=torch.Tensor,
+            array_class=np.ndarray,
+        )
+
+    def another(self) -> MsgpackDecoder:
+        """A decoder with the same options, for a message that comes while one is open."""
+        return type(self)(*self._options)
+
+    def refusal(self, error: Exception) -> Exception | None:
+        """What is raised in place of an error; None for the error itself."""
+        if isinstance(error, (msgspec.DecodeError, MemoryError)):
+            return None
+        if isinstance(error, FastmmError):
+            return MalformedMessageError(
+                error.message, path=error.path, frame=getattr(error, "frame", None), offset=getattr(error, "offset", None)
+            )
+        return MalformedMessageError(f"{type(error).__name__}: {error}")
+
+
+_FIELDS: dict[str, Any] = {
+    "batched": inputs.MultiModalBatchedField,
+    "flat": inputs.MultiModalFlatField,
+    "shared": inputs.MultiModalSharedField,
+}
+
+
+def _adopt() -> bool:
+    """Whether the features of this vLLM can be read natively."""
+    try:
+        adopt_classes(
+            inputs.MultiModalFeatureSpec,
+            inputs.PlaceholderRange,
+            inputs.MultiModalKwargsItem,
+            inputs.MultiModalFieldElem,
+            _FIELDS,
+            torch.Tensor,
+        )
+    except Exception:
+        logger.warning("this vLLM's multimodal classes are not those fastmm knows: msgspec decodes them", exc_info=True)
+        return False
+    return True
+
+
+_adopted = _adopt()
+
+
+def _cuts(t: Any) -> dict[str, Any]:
+    """What of a message of type `t` is read natively: the keywords of VllmDecoder."""
+    if t is torch.Tensor or (t is inputs.MultiModalKwargsItem and _adopted):
+        return {"whole": t}
+    config = getattr(t, "__struct_config__", None)
+    if config is None or not config.array_like or config.frozen or config.tag is not None or hasattr(t, "__post_init__"):
+        return {}
+    cuts: dict[str, Any] = {}
+    for position, field in enumerate(msgspec.structs.fields(t)):
+        if field.name == "prompt_token_ids" and field.type == (list[int] | None):
+            cuts["ids"] = (position, field.name)
+        if field.name == "mm_features" and field.type == (list[inputs.MultiModalFeatureSpec] | None) and _adopted:
+            cuts |= {"features": (position, field.name), "feature": inputs.MultiModalFeatureSpec}
+    return cuts

@@ -1,0 +1,334 @@
+"""VllmDecoder: the decoder with the habits of vLLM's own ``MsgpackDecoder``, which the drop-in puts beside it as a base.
+
+msgspec reads vLLM's structs, as in vLLM.  What takes its time is cut out of the main frame and read here: ``mm_features``, all
+of whose field metadata msgspec would first turn into lists, and token ids.  msgspec reads what is left, with nil in their
+place, and asks the hooks for the tensors in it.
+"""
+
+import typing
+
+from cpython.buffer cimport PyObject_CheckBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.object cimport PyObject_SetAttr
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from fastmm.errors import DecodeError
+
+from .decode_frames cimport FEW_FRAMES, frames_close, frames_open, frames_room, state_end, state_start
+from .decode_ids cimport read_ids
+from .decode_plan cimport DecodePlan, adopt, any_plan, decode_plan_of
+from .decode_state cimport (
+    FMM_KIND_ARRAY,
+    FMM_OK,
+    MAX_DEPTH,
+    OWN_NOT,
+    OWN_PINNED,
+    OWN_TORCH,
+    STEP_FIELD,
+    DecodeState,
+    FrameView,
+    OwnRule,
+    Step,
+    enter,
+    fail,
+    fmm_kind_of,
+    fmm_read_array,
+    fmm_read_skip,
+    fmm_reader_t,
+    step_name,
+)
+from .decode_tensor cimport tensor_of
+from .decode_tree cimport read_value
+from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY
+
+cdef enum:
+    RAW_VIEW = 3  # ext code of tensor data
+    IDS_MIN = 64  # fewer ids are not worth a cut
+    NIL = 0xc0
+
+
+def adopt_classes(feature, placeholder, item, elem, dict factories, tensor):
+    """Makes vLLM's classes known to the decoder: ``list[feature]`` and ``item`` can be decoded into then.
+
+    Raises SchemaError where a class is not what it was when this was written.
+    """
+    for name, cls in factories.items():
+        adopt(cls, {"slices": "slices"}, name, True)
+    adopt(elem, {"data": "nested", "field": typing.Union[tuple(factories.values())]}, None, True)
+    adopt(item, {"": elem}, None, False)
+    adopt(placeholder, {"is_embed": typing.Optional[tensor]}, None, False)
+    adopt(feature, {"data": typing.Optional[item], "mm_position": placeholder}, None, False)
+    decode_plan_of(list[feature])
+    decode_plan_of(item)
+
+
+cdef struct Cut:  # an element of the main frame's array that is read here
+    const uint8_t* start
+    const uint8_t* end
+
+
+cdef class VllmDecoder:
+    """Decodes into vLLM's own objects; a base of a class that has vLLM's decoder as its second base.
+
+    Parameters
+    ----------
+    read
+        ``decode`` of msgspec's decoder: reads what is not read here, and calls `dec_hook` and `ext_hook`.
+    whole
+        The type of messages that are read here altogether, or None.
+    ids, features
+        The positions of the token ids and of the features in the message's array with the names of their attributes, such as
+        ``(1, "prompt_token_ids")``, or None.
+    feature
+        The class of a feature, known by `adopt_classes`.
+    share_mem, pin
+        Tensors of aux frames view them; or own their memory, which is pinned if so asked.
+    provider
+        As for `Decoder`.
+    """
+
+    cdef object read
+    cdef const DecodePlan* whole
+    cdef const DecodePlan* features
+    cdef int ids_index  # -1: none
+    cdef int features_index
+    cdef object ids_name
+    cdef object features_name
+    cdef OwnRule own
+    cdef object provider
+    cdef DecodeState* state  # of the message that is open, or NULL
+    cdef tuple parts  # its frames, or what somebody put there
+    cdef object tensor_class
+    cdef object array_class
+
+    def __init__(self, read, *, whole=None, ids=None, features=None, feature=None, share_mem=True, pin=False, provider=None,
+                 tensor_class=None, array_class=None):
+        self.read = read
+        self.whole = NULL if whole is None else decode_plan_of(whole)
+        self.ids_index, self.ids_name = (-1, None) if ids is None else ids
+        self.features_index, self.features_name = (-1, None) if features is None else features
+        self.features = NULL if features is None else decode_plan_of(list[feature])
+        self.own = OWN_NOT if share_mem else OWN_PINNED if pin else OWN_TORCH
+        self.provider = provider
+        self.parts = ()
+        self.tensor_class = tensor_class
+        self.array_class = array_class
+
+    @property
+    def aux_buffers(self):
+        """The frames of the message that is being decoded, else ``()``."""
+        return self.parts
+
+    @aux_buffers.setter
+    def aux_buffers(self, frames):
+        self.parts = tuple(frames)
+
+    @property
+    def oob_tensor_provider(self):
+        """Called as ``provider(dtype, shape, meta)`` for a tensor that travels outside the message, or None."""
+        return self.provider
+
+    @oob_tensor_provider.setter
+    def oob_tensor_provider(self, provider):
+        self.provider = provider
+
+    def decode(self, bufs):
+        """Decode one message: its frames, or its main frame alone."""
+        cdef FrameView few[FEW_FRAMES]
+        cdef FrameView* views
+        cdef tuple parts
+        cdef Py_ssize_t nframes
+        if self.state is not NULL:
+            return self.another().decode(bufs)  # a hook, or another thread, while a message is open
+        if type(bufs) is list or type(bufs) is tuple:
+            parts = tuple(bufs)
+        else:
+            parts = (bufs,) if PyObject_CheckBuffer(bufs) else tuple(bufs)
+        nframes = len(parts)
+        try:
+            if nframes == 0:
+                raise DecodeError("expected a main frame, got no frames")
+            views = frames_room(few, nframes)
+            try:
+                frames_open(parts, views, False)
+                self.parts = parts
+                return self.decode_views(parts, views, nframes)
+            finally:
+                self.parts = ()
+                frames_close(few, views, nframes)
+        except Exception as error:
+            refusal = self.refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    def dec_hook(self, t, obj):
+        """What ``obj``, plain values, is as a ``t``."""
+        if t is self.tensor_class:
+            return self.tensor(obj)
+        if t is self.array_class:
+            return self.array(obj)
+        return super().dec_hook(t, obj)
+
+    def ext_hook(self, code, data):
+        """What an extension is: tensor data stays as it is, all else is vLLM's to say."""
+        if code == RAW_VIEW:
+            return data
+        return super().ext_hook(code, data)
+
+    def _decode_tensor(self, arr):
+        return self.tensor(arr)
+
+    def _decode_ndarray(self, arr):
+        return self.array(arr)
+
+    cdef object tensor(self, object triple):
+        return self.read_triple(triple, FAMILY_EXCHANGE)
+
+    cdef object array(self, object triple):
+        array = self.read_triple(triple, FAMILY_NUMPY)
+        if not isinstance(array, self.array_class):
+            raise DecodeError(f"expected the dtype of an array, got {triple[0][:32]!r}")
+        return array
+
+    cdef object read_triple(self, object triple, int family):
+        cdef DecodeState alone
+        cdef FrameView nothing
+        cdef Step path[2]
+        cdef DecodeState* s = self.state
+        if s is NULL:  # somebody calls the hook by himself
+            nothing.data = NULL
+            nothing.nbytes = 0
+            state_start(&alone, &nothing, 1, path)
+            alone.provider = <PyObject*>self.provider if self.provider is not None else NULL
+            s = &alone
+        s.family = family
+        s.torch_only = family == FAMILY_EXCHANGE
+        try:
+            return tensor_of(s, triple)
+        finally:
+            s.family = FAMILY_EXCHANGE
+            s.torch_only = True
+
+    cdef object decode_views(self, tuple parts, FrameView* views, Py_ssize_t nframes):
+        cdef Step path[MAX_DEPTH + 2]
+        cdef DecodeState s
+        cdef Py_ssize_t i
+        provider = self.provider
+        state_start(&s, views, nframes, path)
+        s.torch_only = True
+        s.own = self.own
+        s.provider = <PyObject*>provider if provider is not None else NULL
+        self.state = &s
+        try:
+            if self.whole is not NULL:
+                message = read_value(&s, self.whole)
+                if s.reader.cur != s.reader.end:
+                    fail(&s, NULL, f"expected the end of the frame, got {s.reader.end - s.reader.cur} more bytes")
+            else:
+                message = self.read_cut(&s, parts[0])
+            for i in range(1, nframes):
+                if not views[i].used:
+                    self.find_plain(&s)
+                    break
+        finally:
+            self.state = NULL
+            state_end(&s)
+        return message
+
+    cdef object read_cut(self, DecodeState* s, object main):
+        """Reads here what is cut out, has msgspec read the rest, and puts it all together."""
+        cdef const uint8_t* at
+        cdef Cut cuts[2]
+        cdef uint32_t nelem = 0
+        cdef uint64_t skipped = 0
+        cdef int last = max(self.ids_index, self.features_index)
+        cdef int ncuts = 0, index
+        cdef list values = [], names = []
+        if last < 0 or fmm_read_array(&s.reader, &nelem) != FMM_OK or <int64_t>nelem <= last:
+            return self.read_rest(s, main)
+        for index in range(last + 1):
+            at = s.reader.cur
+            if index == self.ids_index and many_ids(&s.reader):
+                value = self.ids_of(s)
+                if value is None:
+                    return self.read_rest(s, main)  # msgspec says what is wrong
+                names.append(self.ids_name)
+            elif index == self.features_index and at != s.reader.end and fmm_kind_of(at[0]) == FMM_KIND_ARRAY:
+                enter(s)
+                step_name(s, STEP_FIELD, <PyObject*>self.features_name)
+                value = read_value(s, self.features)
+                s.depth -= 1
+                names.append(self.features_name)
+            elif fmm_read_skip(&s.reader, MAX_DEPTH, &skipped) == FMM_OK:
+                continue
+            else:
+                return self.read_rest(s, main)
+            values.append(value)
+            cuts[ncuts].start = at
+            cuts[ncuts].end = s.reader.cur
+            ncuts += 1
+        message = self.read_rest(s, main if ncuts == 0 else without(s, cuts, ncuts))
+        for index in range(ncuts):
+            PyObject_SetAttr(message, names[index], values[index])
+        return message
+
+    cdef object ids_of(self, DecodeState* s):
+        """The token ids at the cursor, None where they are not all ints."""
+        enter(s)
+        step_name(s, STEP_FIELD, <PyObject*>self.ids_name)
+        try:
+            ids = read_ids(s)
+        except DecodeError:
+            return None
+        s.depth -= 1
+        return ids
+
+    cdef object read_rest(self, DecodeState* s, object main):
+        s.depth = 0
+        s.reader.cur = s.start
+        return self.read(main)
+
+    cdef int find_plain(self, DecodeState* s) except -1:
+        """No tensor pointed to some aux frame. Where vLLM's types say nothing a tensor stays the plain `[dtype, shape, index]`,
+        as in vLLM; a frame that no such list names either is one too many."""
+        cdef Py_ssize_t i
+        s.depth = 0
+        s.reader.cur = s.start
+        try:
+            read_value(s, any_plan)
+        except DecodeError:
+            return 0  # a pickle in it, which the operator allowed: whatever else is wrong msgspec would have refused
+        for i in range(1, s.nframes):
+            if not s.frames[i].used:
+                raise DecodeError("expected a tensor to point to this aux frame, none does", frame=i)
+        return 0
+
+
+cdef bint many_ids(const fmm_reader_t* reader) noexcept:
+    cdef fmm_reader_t ahead = reader[0]
+    cdef uint32_t nelem = 0
+    return fmm_read_array(&ahead, &nelem) == FMM_OK and nelem >= IDS_MIN
+
+
+cdef bytes without(DecodeState* s, const Cut* cuts, int ncuts):
+    """The main frame with nil in the place of what was cut out."""
+    cdef Py_ssize_t nbytes = s.frames[0].nbytes + ncuts
+    cdef const uint8_t* rest = s.start
+    cdef uint8_t* out
+    cdef bytes main
+    cdef int i
+    for i in range(ncuts):
+        nbytes -= cuts[i].end - cuts[i].start
+    main = PyBytes_FromStringAndSize(NULL, nbytes)
+    out = <uint8_t*>PyBytes_AS_STRING(main)
+    for i in range(ncuts):
+        memcpy(out, rest, cuts[i].start - rest)
+        out += cuts[i].start - rest
+        out[0] = NIL
+        out += 1
+        rest = cuts[i].end
+    memcpy(out, rest, s.frames[0].data + s.frames[0].nbytes - rest)
+    return main
