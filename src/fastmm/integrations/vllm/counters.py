@@ -19,6 +19,7 @@ _NBYTES = _LABEL_NBYTES + 8 * len(NAMES)
 
 encoded, decoded, faults, differences, refused, answered, dropped, encoders, decoders = range(len(NAMES))
 cells: Any = [0] * len(NAMES)  # or a view of the mapped file
+_mapped: mmap.mmap | None = None
 
 
 def add(counter: int) -> None:
@@ -38,24 +39,26 @@ def directory() -> str:
 
 def open_file() -> None:
     """Keep this process's counters in its file from now on; a forked child begins one of its own."""
-    global cells
+    global cells, _mapped
     if not (place := directory()):
         return
     os.makedirs(place, exist_ok=True)
     descriptor = os.open(os.path.join(place, f"{os.getpid()}.counters"), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         os.ftruncate(descriptor, _NBYTES)
-        mapped = mmap.mmap(descriptor, _NBYTES)
+        _mapped = mmap.mmap(descriptor, _NBYTES)
     finally:
         os.close(descriptor)
-    mapped[:_LABEL_NBYTES] = _label().encode()[:_LABEL_NBYTES].ljust(_LABEL_NBYTES)
-    cells = memoryview(mapped)[_LABEL_NBYTES:].cast("Q")
+    cells = memoryview(_mapped)[_LABEL_NBYTES:].cast("Q")
+    name_process()
 
 
-def _label() -> str:
+def name_process() -> None:
+    """Write this process's name into its file. A forked one does not have its own yet when the file is made."""
     from multiprocessing import current_process
 
-    return current_process().name
+    if _mapped is not None:
+        _mapped[:_LABEL_NBYTES] = current_process().name.encode()[:_LABEL_NBYTES].ljust(_LABEL_NBYTES)
 
 
 def read_directory(place: str | Path) -> dict[int, dict[str, Any]]:

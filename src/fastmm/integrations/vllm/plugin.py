@@ -37,6 +37,11 @@ class State:
 
     mode: str = "off"
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list)  # module, name, what it was
+    vllm: str = "unknown"  # its version, in words
+    announced_in: int = 0  # the id of the process that said so; a forked one says it again
+
+    def said(self) -> tuple[str, int, str]:
+        return self.mode, os.getpid(), self.vllm
 
 
 state = State()
@@ -66,29 +71,39 @@ def register() -> None:
             "; ".join(verdict.misfits),
         )
         return
+    state.vllm = f"{verdict.version}{'' if verdict.tested else ' (which it was not tested with)'}"
     switch_on(mode)
+
+
+def announce() -> None:
+    """Say that fastmm is at work, once in each process, when vLLM makes its first encoder or decoder there.
+
+    Not when the plugin is loaded: the API server loads plugins before it has set up its log, and a forked engine core does not
+    load them at all.
+    """
+    if state.announced_in == os.getpid():
+        return
+    state.announced_in = os.getpid()
     from fastmm import __version__
 
-    logger.info(
-        "fastmm %s: %s in process %d, with vLLM %s%s; in place of vLLM's encoder and decoder in %s",
-        __version__,
-        mode,
-        os.getpid(),
-        verdict.version,
-        "" if verdict.tested else " (which it was not tested with)",
-        ", ".join(sorted({module.__name__ for module, _, _ in state.replaced})),
-    )
+    logger.info("fastmm %s: %s in process %d, in place of the encoder and decoder of vLLM %s", __version__, *state.said())
 
 
 def switch_on(mode: str) -> None:
     """Replace the names in the modules of vLLM that are imported now. The gate is the caller's business."""
     from .drop_in import classes
 
-    replacements = classes(mode)
-    for module, name, current, new in list(places(replacements)):
-        setattr(module, name, new)
-        state.replaced.append((module, name, current))
     state.mode = mode
+    state.announced_in = os.getpid()  # the instances made here are not the ones to announce
+    try:
+        for module, name, current, new in list(places(classes(mode, announce))):
+            setattr(module, name, new)
+            state.replaced.append((module, name, current))
+    except BaseException:
+        switch_off()
+        raise
+    finally:
+        state.announced_in = 0
 
 
 def switch_off() -> None:
@@ -99,7 +114,7 @@ def switch_off() -> None:
     state.mode = "off"
 
 
-def places(replacements: dict[str, type]) -> Iterator[tuple[Any, str, Any, Any]]:
+def places(replacements: dict[str, Any]) -> Iterator[tuple[Any, str, Any, Any]]:
     """Every module of vLLM that holds one of the classes, or an instance: module, name, what it holds, what it gets."""
     from .originals import VllmDecoder, VllmEncoder
 
