@@ -82,7 +82,7 @@ class _Bytes:
 
 def _from_base64(text: str, budget: _Bytes, path: str) -> memoryview:
     # A text is megabytes long: `in` and the decoder are quick where a regular expression is not.  The decoder leaves out
-    # characters that are not base64's, which then shows in the length.
+    # characters that are not base64's, which then shows in the length (were there one too many, it might not).
     if any(space in text for space in _SPACES):
         text = text.translate(_NO_SPACES)
     bare = text.rstrip("=")
@@ -94,7 +94,7 @@ def _from_base64(text: str, budget: _Bytes, path: str) -> memoryview:
         found = binascii.a2b_base64(bare + "=" * (-len(bare) % 4))
     except ValueError:
         found = b""
-    if len(found) != nbytes or len(text) - len(bare) > 2:
+    if len(found) != nbytes or len(bare) % 4 == 1 or len(text) - len(bare) > 2:
         raise ProcessorError(f"expected a URL, an absolute path or base64, got {len(text)} characters of neither", path=path)
     return memoryview(found)
 
