@@ -24,6 +24,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "enable_prefix_caching": False,
     "mm_processor_cache_gb": 0,
+    # Else vLLM sends raw bytes for some models, and the engine makes floats of them: there would be nothing to cast.
+    "mm_device_do_normalize": False,
     "limit_mm_per_prompt": {"image": 8},
 }
 
