@@ -76,9 +76,9 @@ def validate_processed(work: Work, processed: Processed, budgets: Budgets | None
 
 
 def _kind(value: Any) -> str:
-    return (
-        "None" if value is None else "an empty str" if value == "" and isinstance(value, str) else f"a {type(value).__name__}"
-    )
+    if value is None:
+        return "None"
+    return "an empty str" if isinstance(value, str) and not value else f"a {type(value).__name__}"
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------
