@@ -17,7 +17,7 @@ def warn(kind: str, text: str, *arguments: object) -> None:
     times = _times[kind] = _times.get(kind, 0) + 1
     if times <= FIRST:
         logger.warning(text, *arguments)
-    elif set(str(times)[1:]) <= {"0"}:
+    elif str(times).rstrip("0") == "1":
         logger.warning(text + " (%d times so far)", *arguments, times)
 
 
