@@ -22,7 +22,7 @@ from typing import Any
 from ._native.mapping import Mapping
 from .errors import SharedMemoryError, SharedMemoryFull
 
-__all__ = ["ALIGNMENT", "Segment", "default_directory", "host_key", "new_name", "process_key", "sweep"]
+__all__ = ["ALIGNMENT", "Segment", "default_directory", "host_key", "is_alive", "new_name", "process_key", "sweep", "unlink"]
 
 # Magic, readers that have yet to come, bytes of payload. The payload begins at the next multiple of a cache line.
 _HEADER = struct.Struct("<8sIxxxxQ")
@@ -30,7 +30,8 @@ _MAGIC = b"fastmm\x00\x01"
 ALIGNMENT = 64
 
 # fastmm-<user>-<pid name space>-<pid>-<start of the process>-<random>
-_NAME = re.compile(r"fastmm-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
+# A suffix is for what belongs to a segment and is none itself.
+_NAME = re.compile(r"fastmm-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]+(?:\.\w+)?")
 _IOV_MAX = 512  # buffers in one call; Linux takes 1024
 
 
@@ -61,6 +62,12 @@ def _start_of(pid: int) -> int | None:
     if fields[0] in (b"Z", b"X"):  # it has ended, and its parent has not asked yet
         return None
     return int(fields[19])
+
+
+def is_alive(pid: int, start: int) -> bool:
+    """Whether the process of this pid that started then has not ended; a start of 0 is not known."""
+    found = _start_of(pid)
+    return found is not None and (found == start or 0 in (found, start))
 
 
 def _pid_space() -> int:
@@ -105,7 +112,7 @@ def sweep(directory: str | None = None) -> int:
     """
     directory = directory or default_directory()
     user, space = os.getuid(), _pid_space()
-    starts: dict[int, int | None] = {}
+    alive: dict[tuple[int, int], bool] = {}
     removed = 0
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -115,9 +122,9 @@ def sweep(directory: str | None = None) -> int:
             owner_user, owner_space, pid, start = map(int, match.groups())
             if (owner_user, owner_space) != (user, space):
                 continue
-            if pid not in starts:
-                starts[pid] = _start_of(pid)
-            if starts[pid] is None or (starts[pid] != start and 0 not in (starts[pid], start)):
+            if (pid, start) not in alive:
+                alive[pid, start] = is_alive(pid, start)
+            if not alive[pid, start]:
                 with contextlib.suppress(FileNotFoundError, PermissionError):
                     os.unlink(entry.path)
                     removed += 1

@@ -1,0 +1,124 @@
+"""The executors that a pool makes itself: one worker each, so that a worker can be replaced without the others noticing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+from .. import shm
+
+__all__ = [
+    "DaemonThreadExecutor",
+    "is_local",
+    "is_stdlib",
+    "kill_process",
+    "pid_of",
+    "process_executor",
+    "processes_of",
+    "same_again",
+]
+
+
+class DaemonThreadExecutor(Executor):
+    """One thread that the interpreter does not wait for when it ends.
+
+    `concurrent.futures.ThreadPoolExecutor` joins its threads at exit, always: a processor that hangs would keep the whole
+    program from ending, long after its pool was shut down.
+    """
+
+    def __init__(self, name: str, initializer: Callable[[], None] | None = None) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._closed = False
+        self._lock = threading.Lock()
+        self._initializer = initializer
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        if self._initializer is not None:
+            with contextlib.suppress(Exception):  # an affinity that the system refuses must not cost a worker
+                self._initializer()
+        while (call := self._calls.get()) is not None:
+            future, function, args, kwargs = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function(*args, **kwargs)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del call, future, function, args, kwargs  # an idle thread keeps nothing of a request
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._calls.put((future, function, args, kwargs))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._calls.put(None)
+        if wait and threading.current_thread() is not self.thread:
+            self.thread.join()
+
+
+def process_executor(initializer: Callable[..., None], initargs: tuple[Any, ...]) -> Executor:
+    """One process, started afresh: a fork of a process with threads may inherit a lock that nobody will open."""
+    import multiprocessing
+
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=initializer, initargs=initargs)
+
+
+def same_again(executor: Executor) -> Executor:
+    """A fresh executor in place of one of the standard library's that broke or hangs; any other mends itself."""
+    # The settings are private attributes in every version of Python; what is not there takes its default.
+    workers = getattr(executor, "_max_workers", None)
+    initializer, initargs = getattr(executor, "_initializer", None), getattr(executor, "_initargs", ())
+    if type(executor) is ProcessPoolExecutor:
+        return ProcessPoolExecutor(workers, getattr(executor, "_mp_context", None), initializer, initargs)
+    if type(executor) is ThreadPoolExecutor:
+        return ThreadPoolExecutor(workers, initializer=initializer, initargs=initargs)
+    return executor
+
+
+def is_local(executor: Executor) -> bool:
+    """Whether an executor runs in this process, so that nothing needs to cross."""
+    interpreters = getattr(concurrent.futures, "InterpreterPoolExecutor", ())  # a kind of threads that share no objects
+    return isinstance(executor, (ThreadPoolExecutor, DaemonThreadExecutor)) and not isinstance(executor, interpreters)
+
+
+def is_stdlib(executor: Executor) -> bool:
+    return isinstance(executor, (ProcessPoolExecutor, ThreadPoolExecutor, DaemonThreadExecutor))
+
+
+def processes_of(executor: Executor) -> list[int]:
+    """The pids of an executor that the pool made, while it has any."""
+    return list(getattr(executor, "_processes", None) or ())
+
+
+def kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def pid_of(process: str) -> int | None:
+    """The pid in a `shm.process_key`, where that process lives and can be named from here."""
+    _, user, space, pid, start = process.split("-")[:5]
+    own = shm.process_key().split("-")
+    if [user, space] != own[1:3] or not shm.is_alive(int(pid), int(start)):
+        return None
+    return int(pid)
