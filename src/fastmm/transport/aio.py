@@ -1,0 +1,528 @@
+"""The client for asyncio. All of it runs on one event loop, but for the encoding of large requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from ..errors import Overloaded, TransportError, TransportTimeout
+from ..schema import EngineCoreOutput
+from .core import ClientCore, copied
+from .lifetime import Ticket, nbytes_of
+from .registry import Call, Engine, Live, request_id_of
+
+__all__ = ["AsyncEngineClient", "AsyncOutputs"]
+
+# Requests with more payload than this are encoded, and cast, in a thread.
+INLINE_NBYTES = 1 << 20
+# A request with more items than this counts as large without a look at each.
+_INLINE_ITEMS = 128
+# How many messages are taken before the event loop has its turn.
+_AT_ONCE = 64
+# How long a wait for room goes on before it looks whether the request still lives.
+_LOOK_EVERY_S = 0.25
+
+
+class _Live(Live):
+    __slots__ = ("error", "items", "waiter")
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.items: deque[EngineCoreOutput] = deque()
+        self.error: BaseException | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def push(self, output: EngineCoreOutput) -> None:
+        self.items.append(output)
+        if self.waiter is not None:
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        if self.waiter is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+class _Call(Call):
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answer(self, value: Any) -> None:
+        if not self.future.done():
+            self.future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()  # it is looked at, even if the caller was cancelled
+
+
+class AsyncOutputs(AsyncIterator[EngineCoreOutput]):
+    """The outputs of one request, until it is finished.
+
+    It is sent when the first is asked for, where `AsyncEngineClient.add_request` did not send it before. Left, dropped, closed
+    or cancelled before the end, it aborts the request on the engine.
+    """
+
+    def __init__(self, client: AsyncEngineClient, request: Any, wait: bool, timeout: float | None) -> None:
+        self._client = client
+        self._request = request
+        self._wait = wait
+        self._timeout = timeout
+        self._live: _Live | None = None
+        self._over = False
+
+    def __aiter__(self) -> AsyncOutputs:
+        return self
+
+    async def _send(self) -> None:
+        request, self._request = self._request, None  # its memory is held as long as ZMQ needs it, not as long as the outputs
+        try:
+            await self._client._submit(self, request, self._wait, self._timeout)
+        except BaseException:
+            self._over = True
+            raise
+
+    async def __anext__(self) -> EngineCoreOutput:
+        live = self._live
+        if live is None:
+            if self._over:
+                raise StopAsyncIteration
+            await self._send()
+            live = self._live
+            assert live is not None
+        while not live.items:
+            if live.error is not None:
+                error, live.error, self._over = live.error, None, True
+                raise error
+            if self._over:
+                raise StopAsyncIteration
+            if live.waiter is not None:
+                raise RuntimeError("two tasks iterate over one request's outputs")
+            live.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await live.waiter
+            except BaseException:  # cancelled
+                live.waiter = None
+                self._abort()
+                raise
+        output = live.items.popleft()
+        if output.finish_reason is not None:
+            self._over = True
+        return output
+
+    def _abort(self) -> None:
+        if not self._over:
+            self._over = True
+            if self._live is not None:
+                self._client._abort([self._live])
+
+    async def aclose(self) -> None:
+        """Abort the request, where it has not ended."""
+        self._abort()
+
+    async def __aenter__(self) -> AsyncOutputs:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abort()
+
+    def __del__(self) -> None:
+        # May run on any thread, in the middle of anything: the event loop does the rest.
+        live = getattr(self, "_live", None)
+        if live is not None and not self._over and not live.ended:
+            self._client._abandon(live)
+
+
+class AsyncEngineClient(ClientCore):
+    """A client of vLLM's EngineCore for asyncio, on ``zmq.asyncio``.
+
+        async with AsyncEngineClient("tcp://127.0.0.1:5570") as client:
+            async for output in client.generate(request):
+                print(output.new_token_ids, output.finish_reason)
+
+    It belongs to the event loop that it was started on. Requests leave in the order in which they were asked for; one with
+    more than 1 MiB of payload is encoded and cast in a thread, so that the loop stays free.
+
+    Parameters
+    ----------
+    handshake, **options
+        See `ClientCore`.
+    """
+
+    def _make_face(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._output: zmq.asyncio.Socket | None = None
+        self._order: asyncio.Lock | None = None
+        self._queued = 0  # how many hold or wait for `_order`: while there are none, a small request may go straight on
+        self._started: asyncio.Future[None] | None = None
+        self._ended: asyncio.Task[None] | None = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind the sockets, where `bind` did not, and wait for the engines. `progress` is called on the event loop.
+
+        Raises
+        ------
+        TransportTimeout
+            Not all engines were ready in time. Whatever is raised, the client is closed then.
+        """
+        self._check_owner()
+        if self._loop is not None:
+            raise TransportError("the client was started before")
+        self._loop = loop = asyncio.get_running_loop()
+        self._order = asyncio.Lock()
+        # One thread: it waits for the engines first, and then encodes large requests, one after the other.
+        self._worker = ThreadPoolExecutor(1, "fastmm-engine-client")
+        self._started = loop.run_in_executor(self._worker, self._start, self._progress_on(loop))
+        try:
+            await asyncio.shield(self._started)
+        except BaseException:
+            await self.close()
+            raise
+        if self._closing.is_set():
+            raise TransportError("the client was closed while it waited for its engines")
+        connection = self._bound()
+        self._output = zmq.asyncio.Socket.from_socket(connection.output)
+        coroutines = [self._receive(), self._watch_monitor(connection.input_monitor)]
+        coroutines.append(self._watch_monitor(connection.output_monitor))
+        if self._silence_timeout is not None:
+            coroutines.append(self._watch_clock(self._silence_timeout))
+        self._tasks = [loop.create_task(self._guarded(coroutine)) for coroutine in coroutines]
+
+    def _progress_on(self, loop: asyncio.AbstractEventLoop) -> Callable[[dict[int, str]], object] | None:
+        progress = self._progress
+        if progress is None:
+            return None
+        return lambda state: loop.call_soon_threadsafe(progress, state)
+
+    async def close(self) -> None:
+        """Abort what is live on the engines, end whoever waits with `TransportError`, and close. As often as liked."""
+        if self._owner != os.getpid():
+            return  # a forked child: the sockets are the parent's
+        self._closing.set()
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._ended)  # who is cancelled here leaves it to end on its own
+
+    aclose = close
+
+    async def _close(self) -> None:
+        if self._started is not None:
+            await asyncio.wait([self._started])
+        if self._tasks:
+            self._bound().unwatch()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._output is not None:
+            self._output.close()
+        if self._closed is None:
+            self._end("the client was closed")
+        self._closed = "the client is closed"
+        loop = asyncio.get_running_loop()
+        worker, self._worker = self._worker, None
+        if worker is None:
+            worker = ThreadPoolExecutor(1)
+        await loop.run_in_executor(worker, self._let_go)
+        worker.shutdown(wait=False)
+
+    async def __aenter__(self) -> AsyncEngineClient:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _end(self, why: str) -> None:
+        self._closed = why
+        self._tell_aborts(self._registry.end_all(TransportError, why))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def generate(self, request: Any, *, wait: bool = True, timeout: float | None = None) -> AsyncOutputs:
+        """Iterate over the outputs of a request until it is finished. It is sent when the first is asked for.
+
+        Parameters
+        ----------
+        request
+            An `EngineCoreRequest` of fastmm or of vLLM. Its ``client_index`` and ``current_wave`` are written.
+        wait, timeout
+            Whether to wait, and how many seconds, where `max_inflight_nbytes` are on their way.
+
+        Raises
+        ------
+        EngineDead
+            From the iterator: the engine is dead, or dies.
+        SchemaError, EncodeError
+            From the iterator: the request cannot be sent; nothing was, and the client has forgotten it.
+        Overloaded, TransportTimeout
+            From the iterator: there was no room.
+        """
+        return AsyncOutputs(self, request, wait, timeout)
+
+    async def add_request(self, request: Any, *, wait: bool = True, timeout: float | None = None) -> AsyncOutputs:
+        """`generate`, with the request sent when this returns. Dropping what it returns aborts the request."""
+        outputs = AsyncOutputs(self, request, wait, timeout)
+        await outputs._send()
+        return outputs
+
+    async def _submit(self, outputs: AsyncOutputs, request: Any, wait: bool, timeout: float | None) -> None:
+        self._check_open()
+        live = _Live(request_id_of(request))
+        engine = self._admit(live, request)
+        outputs._live = live
+        try:
+            if not self._queued and not is_large(request):
+                frames = engine.encoder.encode(request)
+                if copied(frames):
+                    self._send_request(live, frames)
+                    return
+                try:
+                    ticket = self.ledger.reserve(nbytes_of(frames), wait=False)
+                except Overloaded:
+                    if not wait:
+                        raise
+                    await self._send_in_turn(live, request, frames, wait, timeout)
+                else:
+                    self._send_request(live, ticket.parcels(frames))
+            else:
+                await self._send_in_turn(live, request, None, wait, timeout)
+        except BaseException:
+            self._drop(live)
+            raise
+
+    def _drop(self, live: Live) -> None:
+        """Forget a request that failed or was cancelled on its way; the engine is told where it has it."""
+        if live.sent:
+            self._abort([live])
+        else:
+            self._registry.drop(live)
+
+    async def _send_in_turn(
+        self, live: Live, request: Any, frames: Sequence[Any] | None, wait: bool, timeout: float | None
+    ) -> None:
+        """Encode and send when all that was asked for before is sent."""
+        order, loop = self._order, self._loop
+        assert order is not None
+        assert loop is not None
+        self._queued += 1
+        try:
+            async with order:
+                if live.ended:
+                    return
+                if frames is None:
+                    frames = await _to_the_end(loop.run_in_executor(self._worker, live.engine.encoder.encode, request))
+                if copied(frames):
+                    self._send_request(live, frames)
+                else:
+                    ticket = await self._reserve(live, nbytes_of(frames), wait, timeout)
+                    self._send_request(live, ticket.parcels(frames))
+        finally:
+            self._queued -= 1
+
+    async def _reserve(self, live: Live, nbytes: int, wait: bool, timeout: float | None) -> Ticket:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _LOOK_EVERY_S if deadline is None else min(_LOOK_EVERY_S, deadline - time.monotonic())
+            try:
+                return await self.ledger.areserve(nbytes, wait=wait, timeout=left)
+            except TransportTimeout:
+                # Who waits for the room of an engine that is dead but keeps its connection would wait for ever.
+                if live.ended or (deadline is not None and time.monotonic() >= deadline):
+                    raise
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests here and on their engines. Their iterators end with an output that says ABORT; other ids are ignored."""
+        self._check_open()
+        self._abort(self._registry.find([request_ids] if isinstance(request_ids, str) else request_ids))
+
+    def _abort(self, lives: Iterable[Live]) -> None:
+        if self._closed is None:
+            self._tell_aborts(self._registry.abort(lives))
+
+    def _abandon(self, live: _Live) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._abort, [live])
+
+    # --- utility calls ----------------------------------------------------------------------------------------------
+
+    async def call_utility(self, method: str, *args: Any, rank: int | None = None, timeout: float | None = None) -> Any:
+        """Have the engines call a method of theirs, and return what it returned; of several engines, the first's.
+
+        Parameters
+        ----------
+        method, args
+            What exists depends on the engine: ``get_supported_tasks``, ``is_sleeping``, ``reset_prefix_cache``, ...
+        rank
+            The engine that is meant. None: all that live.
+
+        Raises
+        ------
+        UtilityFailed
+            It could not; the message is the engine's.
+        TransportTimeout
+            No answer came within `timeout` seconds.
+        EngineDead
+            An engine died meanwhile.
+        """
+        return next(iter((await self.call_utility_all(method, *args, rank=rank, timeout=timeout)).values()))
+
+    async def call_utility_all(
+        self, method: str, *args: Any, rank: int | None = None, timeout: float | None = None
+    ) -> dict[int, Any]:
+        """`call_utility`, with what each engine returned, by rank."""
+        self._check_open()
+        order = self._order
+        assert order is not None
+        calls: list[_Call] = []
+        self._queued += 1
+        try:
+            async with order:  # behind the requests that were asked for before
+                self._check_open()
+                for engine in self._registry.call_targets(rank):
+                    calls.append(self._call(engine, method, args))
+        finally:
+            self._queued -= 1
+        try:
+            _, waiting = await asyncio.wait([call.future for call in calls], timeout=timeout)
+            if waiting:
+                late = ", ".join(call.engine.name for call in calls if not call.future.done())
+                raise TransportTimeout(f"no answer to {method!r} within {timeout:g} s from {late}")
+            return {call.engine.rank: call.future.result() for call in calls}
+        finally:
+            for call in calls:
+                self._registry.forget(call)
+
+    def _call(self, engine: Engine, method: str, args: Any) -> _Call:
+        call = _Call()
+        call_id = self._registry.call(call, engine, time.monotonic())
+        try:
+            self._send(engine, self._utility_frames(call_id, method, args))
+        except BaseException:
+            self._registry.forget(call)
+            raise
+        return call
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    async def _guarded(self, coroutine: Any) -> None:
+        try:
+            await coroutine
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a fault of ours: whoever waits must not wait for ever
+            self._end(f"the client's receiving task failed: {error!r}")
+            raise
+
+    async def _receive(self) -> None:
+        output = self._output
+        assert output is not None
+        while True:
+            frames = await output.recv_multipart(copy=False)
+            self._take(frames, time.monotonic())
+            if self._take_waiting(_AT_ONCE):
+                await asyncio.sleep(0)
+
+    def _take_waiting(self, limit: int) -> bool:
+        """Take what lies in the socket; whether there may be more."""
+        output = self._bound().output
+        for _ in range(limit):
+            try:
+                frames = output.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            self._take(frames, time.monotonic())
+        return True
+
+    async def _watch_monitor(self, monitor: zmq.Socket[bytes]) -> None:
+        socket = zmq.asyncio.Socket.from_socket(monitor)
+        try:
+            while True:
+                await socket.poll()
+                self._look_at_connections(time.monotonic())
+                while (look := self._next_suspect()) is not None:
+                    await asyncio.sleep(max(0.0, look - time.monotonic()))
+                    self._see_who_is_dead()
+        finally:
+            socket.close()
+
+    async def _watch_clock(self, timeout: float) -> None:
+        while True:
+            look = self._next_look()
+            # What is owed from now on is due no sooner than after the timeout.
+            await asyncio.sleep(timeout if look is None else max(0.0, look - time.monotonic()))
+            self._see_who_is_dead()
+
+    def _see_who_is_dead(self) -> None:
+        while self._take_waiting(1000):  # what an engine said before it went
+            pass
+        self._look_at_clock(time.monotonic())
+
+
+def is_large(request: Any) -> bool:
+    """Whether encoding a request may take long enough to hold up an event loop: more than 1 MiB of payload."""
+    try:
+        nbytes = 0 if request.prompt_embeds is None else _nbytes(request.prompt_embeds)
+        features = request.mm_features
+        if features:
+            if len(features) > _INLINE_ITEMS:
+                return True
+            for feature in features:
+                if feature.data:
+                    for elem in feature.data.values():
+                        nbytes += _nbytes(elem.data)
+                    if nbytes > INLINE_NBYTES:
+                        return True
+        return nbytes > INLINE_NBYTES
+    except (AttributeError, TypeError):  # not what it should be: the encoder says how
+        return False
+
+
+def _nbytes(payload: Any) -> int:
+    if type(payload) in (list, tuple):
+        return sum(map(_nbytes, payload))
+    nbytes = getattr(payload, "nbytes", 8)
+    return nbytes if isinstance(nbytes, int) else 8
+
+
+async def _to_the_end(future: asyncio.Future[Any]) -> Any:
+    """Wait for work of another thread even if cancelled meanwhile: what it writes to must not be the caller's again before."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # it is looked at
+        raise cancelled
+    return future.result()

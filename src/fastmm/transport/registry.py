@@ -1,0 +1,313 @@
+"""Who waits for what: live requests by id, utility calls by number, and the engines that owe the answers.
+
+No sockets, no clocks, no locks here: both faces of the client (threads and asyncio) feed it, each from one place at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..codec import Encoder
+from ..errors import EngineDead, SchemaError, SchemaValueError, UtilityFailed
+from ..schema import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityOutput
+from .handshake import EngineInfo
+
+__all__ = ["Call", "Engine", "Live", "Registry", "request_id_of"]
+
+# What a request counts for beside the prompt tokens that still have to be computed: its place in every step to come.
+_PLACE = 1024
+
+
+class Engine:
+    """One engine, and what it owes."""
+
+    __slots__ = ("calls", "death", "encoder", "heard", "identity", "info", "live", "name", "owes_since", "rank", "work")
+
+    def __init__(self, info: EngineInfo, encoder: Encoder) -> None:
+        self.info = info
+        self.rank = info.rank
+        self.identity = info.identity
+        self.name = f"engine {info.rank}"
+        self.encoder = encoder
+        self.live: set[Live] = set()
+        self.calls: set[Call] = set()
+        self.work = 0
+        self.death: str | None = None  # why it counts as dead
+        self.heard = 0.0  # when it last said anything
+        self.owes_since = 0.0  # since when it has owed something without a break
+
+    @property
+    def owes(self) -> bool:
+        return bool(self.live or self.calls)
+
+    def dead(self) -> EngineDead:
+        """A new error for each who waits: one error raised in many places would mix their tracebacks."""
+        return EngineDead(f"{self.name} is dead: {self.death}")
+
+
+class Live:
+    """A request on its way through an engine. The faces say what becomes of its outputs."""
+
+    __slots__ = ("__weakref__", "ended", "engine", "prompt", "request_id", "sent")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.engine: Engine
+        self.prompt = 0  # prompt tokens that count as not computed yet
+        self.sent = False  # whether the engine knows of it
+        self.ended = False  # the registry is done with it
+
+    def push(self, output: EngineCoreOutput) -> None:
+        """Take an output; the last has a finish reason."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """Take the error that ends it."""
+        raise NotImplementedError
+
+
+class Call:
+    """A utility call that waits for its answer."""
+
+    __slots__ = ("__weakref__", "call_id", "engine")
+
+    def __init__(self) -> None:
+        self.call_id = 0
+        self.engine: Engine
+
+    def answer(self, value: Any) -> None:
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+
+class Registry:
+    """Live requests and calls of all engines, and the choice of an engine for the next."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self.engines: tuple[Engine, ...] = tuple(engines)
+        self.by_rank = {engine.rank: engine for engine in self.engines}
+        self._alive: list[Engine] = list(self.engines)
+        self._live: dict[str, Live] = {}
+        self._calls: dict[int, Call] = {}
+        self._next_call = 1
+        self._turn = 0  # where to begin to look, so that engines of equal work take turns
+        self.unknown = 0
+        """Outputs and answers that nobody waits for: late ones of what was aborted, or strays."""
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._live
+
+    @property
+    def alive(self) -> Sequence[Engine]:
+        return self._alive
+
+    def add(self, live: Live, request: Any, now: float) -> Engine:
+        """Take a request in, and choose its engine.
+
+        Raises
+        ------
+        SchemaValueError
+            Its id is that of a live request, or its rank is none of the engines'.
+        EngineDead
+            The engine it must go to is dead, or all are.
+        """
+        request_id = live.request_id
+        if request_id in self._live:
+            raise SchemaValueError(f"a request {request_id!r:.80} is live already", path="$.request_id")
+        engine = self._choose(request.data_parallel_rank)
+        ids = request.prompt_token_ids
+        live.prompt = 0 if ids is None else len(ids)
+        live.engine = engine
+        if not engine.live and not engine.calls:
+            engine.owes_since = now
+        engine.live.add(live)
+        engine.work += _PLACE + live.prompt
+        self._live[request_id] = live
+        return engine
+
+    def _choose(self, rank: Any) -> Engine:
+        if rank is not None:
+            engine = self.by_rank.get(rank)
+            if engine is None:
+                known = ", ".join(map(str, self.by_rank))
+                raise SchemaValueError(
+                    f"expected the rank of an engine ({known}), got {rank!r:.40}", path="$.data_parallel_rank"
+                )
+            if engine.death is not None:
+                raise engine.dead()
+            return engine
+        alive = self._alive
+        if len(alive) == 1:
+            return alive[0]
+        if not alive:
+            raise self._none_left()
+        self._turn = turn = (self._turn + 1) % len(alive)
+        return min(alive[turn:] + alive[:turn], key=_work)
+
+    def _none_left(self) -> EngineDead:
+        if len(self.engines) == 1:
+            return self.engines[0].dead()
+        return EngineDead("all engines are dead: " + "; ".join(f"{engine.name}: {engine.death}" for engine in self.engines))
+
+    def drop(self, live: Live) -> bool:
+        """Forget a request as if it had never been; False where it had ended."""
+        if live.ended:
+            return False
+        live.ended = True
+        engine = live.engine
+        del self._live[live.request_id]
+        engine.live.discard(live)
+        engine.work -= _PLACE + live.prompt
+        return True
+
+    def find(self, request_ids: Iterable[str]) -> list[Live]:
+        """The live requests of these ids; others are passed over."""
+        return [live for request_id in request_ids if (live := self._live.get(request_id)) is not None]
+
+    def abort(self, lives: Iterable[Live]) -> dict[Engine, list[str]]:
+        """End requests with an output that says ABORT.
+
+        Returns
+        -------
+        dict
+            What to tell which engines. An engine that does not know of a request yet is not told to end it.
+        """
+        told: dict[Engine, list[str]] = {}
+        for live in lives:
+            if not self.drop(live):
+                continue
+            if live.sent and live.engine.death is None:
+                told.setdefault(live.engine, []).append(live.request_id)
+            live.push(_aborted(live))
+        return told
+
+    # --- what engines say -------------------------------------------------------------------------------------------
+
+    def take(self, message: EngineCoreOutputs, now: float) -> None:
+        """Hand a message's outputs and answer to those who wait for them."""
+        engine = self.by_rank.get(message.engine_index)
+        if engine is not None:
+            engine.heard = now
+        lives = self._live
+        for output in message.outputs:
+            live = lives.get(output.request_id)
+            if live is None:
+                self.unknown += 1
+                continue
+            if output.finish_reason is not None:
+                self.drop(live)
+            elif live.prompt:  # its prompt is computed
+                live.engine.work -= live.prompt
+                live.prompt = 0
+            live.push(output)
+        if message.finished_requests:
+            # The engine is done with these. Those still live had no last output: it ended them on its own.
+            for request_id in message.finished_requests:
+                live = lives.get(request_id)
+                if live is not None and live.sent:
+                    self.drop(live)
+                    live.push(_aborted(live))
+        if message.utility_output is not None:
+            self._answer(message.utility_output)
+
+    def _answer(self, output: UtilityOutput) -> None:
+        call = self._calls.get(output.call_id)
+        if call is None:
+            self.unknown += 1
+            return
+        self.forget(call)
+        if output.failure_message is not None:
+            call.fail(UtilityFailed(output.failure_message))
+        else:
+            call.answer(None if output.result is None else output.result.result)
+
+    # --- utility calls ----------------------------------------------------------------------------------------------
+
+    def call_targets(self, rank: int | None) -> list[Engine]:
+        """The engines that a utility call is for: the one of `rank`, or all that live."""
+        if rank is not None:
+            return [self._choose(rank)]
+        if not self._alive:
+            raise self._none_left()
+        return list(self._alive)
+
+    def call(self, call: Call, engine: Engine, now: float) -> int:
+        """Take a utility call in; its number."""
+        call.call_id = self._next_call
+        self._next_call += 1
+        call.engine = engine
+        if not engine.live and not engine.calls:
+            engine.owes_since = now
+        engine.calls.add(call)
+        self._calls[call.call_id] = call
+        return call.call_id
+
+    def forget(self, call: Call) -> None:
+        """Wait for a call's answer no more."""
+        if self._calls.pop(call.call_id, None) is not None:
+            call.engine.calls.discard(call)
+
+    # --- death ------------------------------------------------------------------------------------------------------
+
+    def bury(self, engine: Engine, why: str) -> bool:
+        """End all that a dead engine owes; False where it was dead already."""
+        if engine.death is not None:
+            return False
+        engine.death = why
+        self._alive = [other for other in self._alive if other is not engine]
+        for live in list(engine.live):
+            self.drop(live)
+            live.fail(engine.dead())
+        for call in list(engine.calls):
+            self.forget(call)
+            call.fail(engine.dead())
+        return True
+
+    def silent(self, now: float, timeout: float) -> list[Engine]:
+        """Engines that owe something and have said nothing for `timeout` seconds."""
+        return [engine for engine in self._alive if engine.owes and now - max(engine.heard, engine.owes_since) >= timeout]
+
+    def silent_at(self, timeout: float) -> float | None:
+        """When the first engine will be, as things stand."""
+        return min((max(engine.heard, engine.owes_since) + timeout for engine in self._alive if engine.owes), default=None)
+
+    def end_all(self, error: type[Exception], message: str) -> dict[Engine, list[str]]:
+        """End everything with an error, for a client that closes. Returns what to abort on which engines."""
+        told: dict[Engine, list[str]] = {}
+        for live in list(self._live.values()):
+            self.drop(live)
+            if live.sent and live.engine.death is None:
+                told.setdefault(live.engine, []).append(live.request_id)
+            live.fail(error(message))
+        for call in list(self._calls.values()):
+            self.forget(call)
+            call.fail(error(message))
+        return told
+
+
+def request_id_of(request: Any) -> str:
+    """The id of a request of fastmm's or vLLM's class; a `SchemaError` where it is none."""
+    try:
+        request_id = request.request_id
+        request.client_index, request.current_wave, request.data_parallel_rank, request.prompt_token_ids  # noqa: B018
+    except AttributeError:
+        raise SchemaError(f"expected an EngineCoreRequest, got a {type(request).__qualname__}") from None
+    if type(request_id) is not str:
+        raise SchemaError(f"expected a str, got a {type(request_id).__qualname__}", path="$.request_id")
+    return request_id
+
+
+def _aborted(live: Live) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id=live.request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
+
+
+def _work(engine: Engine) -> int:
+    return engine.work
