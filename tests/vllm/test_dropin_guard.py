@@ -9,6 +9,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import OOBTensorConsumer
 
 from fastmm.integrations.vllm import codec, compare, counters, guard, trial
+from fastmm.integrations.vllm import log as log_module
 from fastmm.integrations.vllm.originals import VllmDecoder, VllmEncoder
 
 SECRET = "s3cr3t-payload"
@@ -19,6 +20,7 @@ REQUEST, KIND = MESSAGES["a multimodal request"]
 @pytest.fixture
 def log(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(log_module, "_times", {})
     with caplog.at_level(logging.INFO, logger="vllm.fastmm"):
         yield caplog
 
@@ -80,6 +82,20 @@ def test_the_encoder_is_good_again_for_the_next_message(monkeypatch):
         patch.setattr(guard, "_encode", broken)
         encoder.encode(REQUEST)
     assert compare.frames_difference(VllmEncoder().encode(REQUEST), encoder.encode(REQUEST)) is None
+
+
+def test_codecs_that_cannot_even_be_made_are_vllms(monkeypatch, log):
+    monkeypatch.setattr(codec.MsgpackEncoder, "__init__", broken)
+    monkeypatch.setattr(codec.MsgpackDecoder, "__init__", broken)
+    encoder, decoder = guard.GuardedEncoder(64), guard.GuardedDecoder(KIND)
+    assert len(log.records) == 2
+    assert encoder.size_threshold == 64
+    theirs = VllmEncoder(64).encode(REQUEST)
+    assert compare.frames_difference(theirs, encoder.encode(REQUEST)) is None
+    assert compare.frames_difference(theirs, encoder.encode_into(REQUEST, bytearray())) is None
+    frames = received(theirs)
+    assert compare.difference(VllmDecoder(KIND).decode(frames), decoder.decode(frames)) is None
+    assert SECRET not in log.text
 
 
 @pytest.mark.parametrize("error", [msgspec.ValidationError("no"), msgspec.DecodeError("no")])
@@ -148,14 +164,11 @@ def test_a_provider_that_was_asked_is_not_asked_for_the_same_tensors_again(monke
 
 
 def test_a_flood_of_faults_does_not_flood_the_log(monkeypatch, log):
-    from fastmm.integrations.vllm import log as module
-
-    monkeypatch.setattr(module, "_times", {})
     monkeypatch.setattr(guard, "_encode", broken)
     encoder = guard.GuardedEncoder()
     for _ in range(1000):
         encoder.encode(["r"])
-    assert len(log.records) == module.FIRST + 2  # the 100th and the 1000th
+    assert len(log.records) == log_module.FIRST + 2  # the 100th and the 1000th
     assert "1000 times" in log.records[-1].getMessage()
 
 

@@ -10,12 +10,14 @@ from test_dropin_guard import KIND, MESSAGES, REQUEST, SECRET, Consumer, broken,
 from vllm.v1.engine import EngineCoreRequest
 
 from fastmm.integrations.vllm import codec, compare, counters, drop_in, shadow, trial
+from fastmm.integrations.vllm import log as log_module
 from fastmm.integrations.vllm.originals import VllmDecoder, VllmEncoder
 
 
 @pytest.fixture
 def log(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(log_module, "_times", {})
     with caplog.at_level(logging.INFO, logger="vllm.fastmm"):
         yield caplog
 

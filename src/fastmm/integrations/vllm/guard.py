@@ -27,13 +27,27 @@ _decode = codec.MsgpackDecoder.decode
 class GuardedEncoder(codec.MsgpackEncoder):
     """fastmm's encoder; a message that it fails on is encoded by vLLM's."""
 
+    _instead: Any = None  # vLLM's, where ours could not even be made
+
+    def __init__(self, size_threshold: int | None = None, oob_tensor_consumer: Any = None) -> None:
+        try:
+            super().__init__(size_threshold, oob_tensor_consumer)
+        except Exception as error:
+            self._instead = VllmEncoder(size_threshold, oob_tensor_consumer)
+            VllmEncoder.__init__(self, size_threshold, oob_tensor_consumer)
+            report_fault("MsgpackEncoder()", error)
+
     def encode(self, obj: Any) -> Any:
+        if self._instead is not None:
+            return self._instead.encode(obj)
         try:
             return _encode(self, obj)
         except Exception as error:
             return self._by_vllm("encode", error, obj)
 
     def encode_into(self, obj: Any, buf: bytearray) -> Any:
+        if self._instead is not None:
+            return self._instead.encode_into(obj, buf)
         try:
             return _encode_into(self, obj, buf)
         except Exception as error:
@@ -53,12 +67,21 @@ class GuardedEncoder(codec.MsgpackEncoder):
 class GuardedDecoder(codec.MsgpackDecoder):
     """fastmm's decoder; a message that it fails on, for no fault of the message, is decoded by vLLM's."""
 
+    _instead: Any = None
+
     def __init__(self, t: Any | None = None, share_mem: bool = True, oob_tensor_provider: Any = None) -> None:
         self._provided = provided = None if oob_tensor_provider is None else CallCounter(oob_tensor_provider)
-        super().__init__(t, share_mem, provided)
         self._type = t
+        try:
+            super().__init__(t, share_mem, provided)
+        except Exception as error:
+            self._instead = VllmDecoder(t, share_mem, provided)  # what it raises, the caller sees
+            VllmDecoder.__init__(self, t, share_mem, provided)
+            report_fault(f"MsgpackDecoder({getattr(t, '__qualname__', '')})", error)
 
     def decode(self, bufs: Any) -> Any:
+        if self._instead is not None:
+            return self._instead.decode(bufs)
         provided = self._provided
         before = 0 if provided is None else provided.calls
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 
 # Below vLLM's own logger, so that it goes where vLLM's lines go and looks like them.
@@ -10,6 +11,8 @@ logger = logging.getLogger("vllm.fastmm")
 
 FIRST = 20  # a message of one kind is logged so often in full, then at each power of ten
 _times: dict[str, int] = {}
+_QUOTED = re.compile(r"'([^']*)'?")
+_NAME = re.compile(r"[\w.<>|=-]{0,40}")
 
 
 def warn(kind: str, text: str, *arguments: object) -> None:
@@ -22,15 +25,22 @@ def warn(kind: str, text: str, *arguments: object) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error in words that carry no payload: its text only where its maker promises that."""
+    """An error in words that carry no payload: its text only where its maker promises that.
+
+    A name that a message brought (of a dtype, of a field) may stand in it when it looks like one.
+    """
     import msgspec
 
     from fastmm.errors import FastmmError
 
     name = type(error).__name__
     if isinstance(error, (FastmmError, msgspec.MsgspecError)):
-        return f"{name}: {str(error)[:300]}"
+        return f"{name}: {_QUOTED.sub(_only_names, str(error)[:300])}"
     return name
+
+
+def _only_names(quoted: re.Match[str]) -> str:
+    return quoted[0] if _NAME.fullmatch(quoted[1]) else "'...'"
 
 
 def where(error: BaseException) -> str:
