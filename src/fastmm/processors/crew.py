@@ -118,9 +118,9 @@ class Crew:
             self._hosts.append(Host(given, 0, workers))
             self._idle.extend(self._hosts * workers)
 
-    def count(self, name: str) -> None:
+    def count(self, name: str, by: int = 1) -> None:
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += by
 
     @property
     def counters(self) -> dict[str, int]:
@@ -196,12 +196,14 @@ class Crew:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def claim(self, job: Job) -> bool:
-        """Of all that may end a job, exactly one does: who gets True here sets its result, or its exception."""
+    def claim(self, job: Job, outcome: str) -> bool:
+        """Of all that may end a job, exactly one does: who gets True here sets its result, or its exception, and it counts
+        as `outcome`."""
         with self._lock:
             if self._jobs.get(job.rid) is not job or not job.set_running_or_notify_cancel():
                 return False
             self._forget(job)
+            self._counts[outcome] += 1
             return True
 
     def cancelled(self, job: Job) -> None:

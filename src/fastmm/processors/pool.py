@@ -243,18 +243,30 @@ class ProcessorPool:
                 self._fail(job, ProcessorError("the pool is shut down"))
                 self._crew.release(job, host)
             return
-        executor, work = host.executor, job.work
+        executor = job.executor = host.executor
         try:
-            if work is None:  # cancelled meanwhile
-                self._crew.release(job, host)
-                return
-            job.executor = executor
-            inner = executor.submit(self._run, self._local[0], work, self._local[1], budgets=self.budgets)
+            if isinstance(executor, executors.DaemonThreadExecutor):
+                executor.post(self._at_work, job, host)
+            else:
+                executor.submit(self._at_work, job, host).add_done_callback(functools.partial(self._not_at_work, job, host))
         except RuntimeError as error:  # its owner shut it down
             self._fail(job, ProcessorDied(f"the executor takes no more requests: {error}"))
             self._crew.release(job, host)
-            return
-        inner.add_done_callback(functools.partial(self._came_back, job, host, executor))
+
+    def _at_work(self, job: Job, host: Host) -> None:
+        """All of a request that is processed in this process, on a worker's thread."""
+        work = job.work
+        try:
+            if work is not None:  # not cancelled meanwhile
+                self._complete(job, self._run(self._local[0], work, self._local[1], budgets=self.budgets))
+        except BaseException as error:
+            self._fail(job, _as_ours(error))
+        self._crew.release(job, host)
+
+    def _not_at_work(self, job: Job, host: Host, inner: Future[Any]) -> None:
+        if inner.cancelled():
+            self._fail(job, ProcessorDied("the executor was shut down with the request in its queue"))
+            self._crew.release(job, host)
 
     def _send(self, job: Job, host: Host) -> None:
         """Pack a request and hand it over, to a worker that is in another process."""
@@ -280,16 +292,11 @@ class ProcessorPool:
     # --- from an executor to whoever waits ----------------------------------------------------------------------------
 
     def _came_back(self, job: Job, host: Host, executor: Executor, inner: Future[Any]) -> None:
-        """An executor is done with a request, in whatever way. Called on a thread of the executor's."""
+        """An executor is done with a request that crossed, in whatever way. Called on a thread of the executor's."""
         kept = False
         try:
             error = CancelledError() if inner.cancelled() else inner.exception()
-            if self._crossing is not None:
-                kept = self._settle(job, host, executor, inner.result() if error is None else error)
-            elif error is None:
-                self._complete(job, inner.result())
-            else:
-                self._fail(job, _as_ours(error))
+            kept = self._settle(job, host, executor, inner.result() if error is None else error)
         except BaseException as unforeseen:
             self._fail(job, _as_ours(unforeseen))
         finally:
@@ -341,7 +348,7 @@ class ProcessorPool:
         return False
 
     def _complete(self, job: Job, processed: Any) -> None:
-        if not self._crew.claim(job):
+        if not self._crew.claim(job, "completed"):
             self._crew.count("dropped")
             return
         work, job.work = job.work, None
@@ -351,18 +358,16 @@ class ProcessorPool:
             if self.store is not None:
                 self.store.park(job.rid, result)
         except BaseException as error:
+            self._crew.count("completed", -1)
             self._crew.count("failed")
             job.set_exception(_as_ours(error))
         else:
-            self._crew.count("completed")
             job.set_result(result)
 
     def _fail(self, job: Job, error: BaseException) -> None:
-        if not self._crew.claim(job):
-            return
-        job.work = None
-        self._crew.count("failed")
-        job.set_exception(error)
+        if self._crew.claim(job, "failed"):
+            job.work = None
+            job.set_exception(error)
 
     # --- workers that are gone, or as good as -------------------------------------------------------------------------
 
