@@ -19,9 +19,6 @@ from fastmm.errors import TransportError
 
 from .options cimport whole
 
-cdef extern from "Python.h":
-    void PyErr_WriteUnraisable(PyObject* obj)
-
 cdef enum State:
     WAITING  # for room
     HELD  # has its room; no parcel was made yet
@@ -49,12 +46,9 @@ def nbytes_of(frames):
     return nbytes
 
 
+# A callback's failure is nobody's who runs here: `noexcept` hands it to sys.unraisablehook.
 cdef void call(object function) noexcept:
-    """A callback's failure is nobody's who runs here."""
-    try:
-        function()
-    except BaseException:
-        PyErr_WriteUnraisable(<PyObject*>function)
+    function()
 
 
 @cython.final
@@ -73,7 +67,8 @@ cdef class Room:
     cdef Ticket first, last  # of those who wait; linked by `next`, those that left among them
     cdef readonly Py_ssize_t waiting
     cdef list when_empty  # of callables
-    cdef dict buffers  # id of a bytearray that is on its way -> its ticket
+    # id of a bytearray that is on its way -> address of its ticket, which its parcels keep: the room must not keep it, too
+    cdef dict buffers
     cdef int generation
 
     def __cinit__(self, limit_nbytes):
@@ -129,7 +124,8 @@ cdef class Room:
 
     def ticket_of(self, buffer):
         """The ticket that a bytearray is on its way with, or None."""
-        return self.buffers.get(id(buffer))
+        address = self.buffers.get(id(buffer))
+        return None if address is None else <Ticket><PyObject*><size_t>address
 
     def forget(self):
         """Start over with nothing on its way and nobody waiting; tickets of before count no more.  For a forked child."""
@@ -228,28 +224,28 @@ cdef class Ticket:
         TransportError
             The ticket was used before, or something is no frame.
         """
-        cdef list parcels = []
+        cdef list parcels = [], given = list(frames)
         cdef Parcel parcel
         if self.state != HELD:
             raise TransportError(
                 "expected a ticket that is not used yet, got one that " +
                 ("waits for room" if self.state == WAITING else "is done" if self.state == DONE else "has its parcels"))
-        for frame in frames:
+        for frame in given:
             parcel = Parcel.__new__(Parcel)
             try:
                 PyObject_GetBuffer(frame, &parcel.buffer, PyBUF_SIMPLE)
             except Exception as error:
                 raise TransportError(f"expected frames, got a {type(frame).__qualname__} ({error})") from error
             parcel.held = True
-            Py_INCREF(self)
-            parcel.ticket = <PyObject*>self
+            parcel.ticket = self
             self.parcels_out += 1
             parcels.append(parcel)
+        for frame in given:  # nothing fails any more
             if type(frame) is bytearray:
                 if self.buffers is None:
                     self.buffers = []
                 self.buffers.append(id(frame))
-                (<Room>self.room).buffers[id(frame)] = self
+                (<Room>self.room).buffers[id(frame)] = <size_t><PyObject*>self
         self.state = SENT
         if not parcels:
             finish(self)
@@ -291,10 +287,7 @@ cdef class Ticket:
 
 
 cdef void tell(Ticket ticket, object function) noexcept:
-    try:
-        function(ticket)
-    except BaseException:
-        PyErr_WriteUnraisable(<PyObject*>function)
+    function(ticket)
 
 
 cdef void finish(Ticket ticket) noexcept:
@@ -304,7 +297,7 @@ cdef void finish(Ticket ticket) noexcept:
     ticket.callbacks = None
     if ticket.buffers is not None:
         for key in ticket.buffers:
-            if room.buffers.get(key) is ticket:
+            if room.buffers.get(key) == <size_t><PyObject*>ticket:
                 del room.buffers[key]
         ticket.buffers = None
     room.give(ticket)
@@ -315,16 +308,13 @@ cdef void finish(Ticket ticket) noexcept:
 
 @cython.final
 @cython.freelist(256)
-@cython.no_gc
+@cython.no_gc_clear  # the collector may find it in a dead cycle, and must break that elsewhere: __dealloc__ needs the ticket
 cdef class Parcel:
-    """One frame on its way: a buffer over the frame's memory that keeps it.
-
-    The collector must neither see nor clear it: libzmq reads this memory on a thread of its own.
-    """
+    """One frame on its way: a buffer over the frame's memory that keeps it.  pyzmq holds it for libzmq, which reads it."""
 
     cdef Py_buffer buffer
     cdef bint held
-    cdef PyObject* ticket  # counted; raw, so that nothing but `__dealloc__` lets go of it
+    cdef Ticket ticket
 
     def __init__(self):
         raise TypeError("a Parcel comes from a Ticket")
@@ -333,9 +323,8 @@ cdef class Parcel:
         cdef Ticket ticket
         if self.held and not memory_stays:
             PyBuffer_Release(&self.buffer)
-        if self.ticket:
-            ticket = <Ticket>self.ticket
-            Py_DECREF(ticket)
+        ticket = self.ticket
+        if ticket is not None:
             ticket.parcels_out -= 1
             if not ticket.parcels_out and ticket.state == SENT:
                 finish(ticket)
