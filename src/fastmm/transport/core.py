@@ -226,7 +226,7 @@ class ClientCore:
         encoders: dict[Any, Encoder] = {}
         engines = []
         for info in infos:
-            profile = self._profile or profile_of_ready(info.ready)
+            profile = self._profile or profile_of_ready({**info.ready, "vllm_version": info.vllm_version})
             dtype = self._dtype
             if isinstance(dtype, str) and dtype == "engine":
                 dtype = info.dtype if info.dtype in _CASTS else None

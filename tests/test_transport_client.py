@@ -1,0 +1,505 @@
+"""The client for threads, against an engine in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support.clients import LIMIT, driven, seen, text, tokens
+from support.raw_engine import READY, raw_engine
+from support.requests import request as mm_request
+
+from fastmm import (
+    CompatError,
+    EngineCoreRequest,
+    EngineDead,
+    Overloaded,
+    SamplingParams,
+    SchemaError,
+    TransportError,
+    TransportTimeout,
+    UtilityFailed,
+)
+from fastmm.errors import SchemaValueError
+from fastmm.schema import FinishReason
+from fastmm.transport import EngineClient
+
+# --- startup ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handshake", [None, "tcp://127.0.0.1:0", "tcp://localhost:*"])
+def test_an_engine_is_driven_on_ipc_and_tcp(handshake):
+    with driven(handshake=handshake) as (client, _):
+        outputs = list(client.generate(text("count-1")))
+    assert [output.new_token_ids for output in outputs] == [[0], [1], [2]]
+    assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
+
+
+def test_ipc_sockets_lie_in_a_directory_that_only_its_user_may_enter_and_go_with_the_client():
+    with driven() as (client, _):
+        addresses = [client.handshake_address, client.input_address, client.output_address]
+        assert all(address.startswith("ipc://") for address in addresses)
+        directory = os.path.dirname(addresses[0].removeprefix("ipc://"))
+        assert os.stat(directory).st_mode & 0o777 == 0o700
+    assert not os.path.exists(directory)
+
+
+def test_a_free_port_is_resolved_and_told_to_the_engines():
+    with driven(handshake="tcp://127.0.0.1:0", input="tcp://127.0.0.1:0", output="tcp://127.0.0.1:*") as (client, _):
+        assert not client.handshake_address.endswith((":0", ":*"))
+        init = seen(client, "init")[0][0]
+        assert init["addresses"]["inputs"] == [client.input_address]
+        assert init["addresses"]["outputs"] == [client.output_address]
+        assert client.input_address.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:5570", "tcp://*:0", "tcp://example.com:1", "tcp://[::]:0"]
+)
+@pytest.mark.parametrize("name", ["handshake", "input", "output"])
+def test_what_other_machines_can_reach_is_bound_only_when_asked_for_by_name(name, address):
+    with pytest.raises(TransportError, match="allow_remote"):
+        EngineClient(**{name: address})
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://:5", "tcp://127.0.0.1:99999", "ipc://", "x"]
+)
+def test_an_address_that_is_none_is_refused_when_the_client_is_made(address):
+    with pytest.raises(TransportError):
+        EngineClient(address)
+
+
+def test_an_address_in_use_is_a_clear_error_and_leaves_nothing_open():
+    with driven(handshake="tcp://127.0.0.1:0") as (client, _):
+        other = EngineClient(client.handshake_address)
+        with pytest.raises(TransportError, match="cannot bind"):
+            other.bind()
+        other.close()
+
+
+def test_all_interfaces_need_a_name_to_tell_the_engines():
+    with pytest.raises(TransportError, match="advertise"):
+        EngineClient("tcp://127.0.0.1:0", input="tcp://0.0.0.0:0", allow_remote=True)
+    with driven(handshake="tcp://0.0.0.0:0", input=None, allow_remote=True, advertise="127.0.0.1") as (client, _):
+        assert client.handshake_address.startswith("tcp://127.0.0.1:")
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+
+
+def test_engines_say_what_they_are():
+    with driven(2) as (client, _):
+        assert [engine.rank for engine in client.engines] == [0, 1]
+        assert [engine.identity for engine in client.engines] == [b"\x00\x00", b"\x01\x00"]
+        engine = client.engines[0]
+        assert (engine.dtype, engine.vllm_version, engine.max_model_len, engine.num_gpu_blocks) == (
+            "bfloat16",
+            "0.33.0",
+            4096,
+            128,
+        )
+        assert engine.ready["mystery"] == [1]
+
+
+@pytest.mark.parametrize("ready", [None, {}, {"dtype": None, "vllm_version": 7, "max_model_len": "many"}])
+def test_missing_and_strange_keys_of_the_ready_response_do_no_harm(ready):
+    with driven(ready=ready) as (client, _):
+        assert client.engines[0].dtype is None
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+
+
+def test_engines_that_do_not_come_are_named_when_the_time_is_over():
+    client = EngineClient(engines=3, startup_timeout=1.0)
+    address = client.bind()
+    states = []
+    client._progress = states.append
+    begun = time.monotonic()
+    with raw_engine(address, 1), pytest.raises(TransportTimeout, match=r"engine 0 has not said HELLO.*engine 2") as caught:
+        client.start()
+    assert time.monotonic() - begun < LIMIT
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(TransportError):
+        client.generate(text("count-1"))
+
+
+def test_progress_is_told_from_the_beginning_to_the_end():
+    states: list[Any] = []
+    with driven(2, progress=states.append):
+        pass
+    assert states[0] == {0: "waiting", 1: "waiting"}
+    assert states[-1] == {0: "ready", 1: "ready"}
+    assert all(before != after for before, after in itertools.pairwise(states))
+
+
+def test_an_engine_that_dies_while_it_loads_ends_the_wait():
+    client = EngineClient(startup_timeout=LIMIT)
+    import zmq
+
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.identity = b"\x00\x00"
+    socket.connect(client.bind())
+    socket.send(b"\x83\xa6status\xa5HELLO\xa5local\xc2\xa8headless\xc3")
+    said: list[Any] = []
+    client._progress = lambda state: (said.append(state), state[0] == "connected" and context.destroy(linger=0))
+    begun = time.monotonic()
+    with pytest.raises(EngineDead, match="while it was loading"):
+        client.start()
+    assert time.monotonic() - begun < LIMIT / 2
+
+
+def test_close_ends_a_wait_for_engines():
+    client = EngineClient(startup_timeout=600.0)
+    client._progress = lambda state: threading.Thread(target=client.close).start()
+    with pytest.raises(TransportError, match="closed"):
+        client.start()
+    client.close()
+
+
+def test_an_engine_older_than_0_22_is_refused_and_a_newer_one_warned_of():
+    with pytest.raises(CompatError, match=r"0\.21"):
+        with driven(ready={**READY, "vllm_version": "0.21.0"}):
+            pass
+    with pytest.warns(RuntimeWarning, match=r"0\.77"):
+        with driven(ready={**READY, "vllm_version": "0.77.0"}) as (client, _):
+            assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("version", "elements"), [("0.22.1", 20), ("0.28.0", 21), ("0.33.0", 22)])
+def test_requests_are_written_in_the_layout_of_the_engines_version(version, elements):
+    with driven(ready={**READY, "vllm_version": version}) as (client, _):
+        list(client.generate(text("count-1")))
+        assert seen(client, "add")[0][1] == elements
+
+
+def test_payloads_are_cast_to_the_engines_dtype_unless_another_is_asked_for():
+    for options, nbytes in (
+        ({}, 20000),
+        ({"dtype": None}, 40000),
+        ({"dtype": "float32"}, 40000),
+        ({"dtype": "float16"}, 20000),
+    ):
+        with driven(**options) as (client, _):
+            request = mm_request(np.ones(10000, np.float32), request_id="count-1", sampling_params=SamplingParams(max_tokens=1))
+            list(client.generate(request))
+            assert seen(client, "add")[0][2] == nbytes
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_many_threads_get_their_own_answers():
+    results: dict[str, list[int]] = {}
+
+    def ask(client: EngineClient, name: int) -> None:
+        for i in range(20):
+            request_id = f"count-{name}-{i}"
+            results[request_id] = tokens(client.generate(text(request_id, max_tokens=1 + (name + i) % 5)))
+
+    with driven() as (client, _):
+        threads = [threading.Thread(target=ask, args=(client, name)) for name in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert client.counters["live"] == 0
+    assert len(results) == 160
+    for request_id, got in results.items():
+        name, i = map(int, request_id.split("-")[1:])
+        assert got == list(range(1 + (name + i) % 5))
+
+
+def test_a_live_id_is_refused_and_a_finished_one_is_free():
+    with driven() as (client, _):
+        outputs = client.generate(text("hang-1"))
+        with pytest.raises(SchemaValueError, match="live"):
+            client.generate(text("hang-1"))
+        assert next(outputs).new_token_ids == [7]
+        outputs.close()
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "bad", [object(), EngineCoreRequest(3, [1]), text("count-1", priority=2**70)], ids=["none", "id", "value"]
+)  # type: ignore[arg-type]
+def test_a_request_that_cannot_be_written_leaves_no_trace(bad):
+    with driven() as (client, _):
+        with pytest.raises((SchemaError, ValueError)):
+            client.generate(bad)
+        assert client.counters["live"] == 0
+        assert client.outstanding() == {0: 0}
+        assert client.ledger.counters["inflight"] == 0
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+        assert [entry[0] for entry in seen(client, "add")] == ["count-1"]
+
+
+@pytest.mark.parametrize("leave", ["break", "close", "with", "drop"])
+def test_leaving_early_aborts_on_the_engine(leave):
+    with driven() as (client, _):
+        if leave == "break":
+            for _output in client.generate(text("hang-1")):
+                break
+        else:
+            outputs = client.generate(text("hang-1"))
+            next(outputs)
+            if leave == "close":
+                outputs.close()
+            elif leave == "with":
+                with outputs:
+                    pass
+            else:
+                del outputs
+        deadline = time.monotonic() + LIMIT
+        while not seen(client, "abort") and time.monotonic() < deadline:
+            pass
+        assert seen(client, "abort") == [[["hang-1"]]]
+        assert client.counters["live"] == 0
+
+
+def test_a_finished_request_is_not_aborted():
+    with driven() as (client, _):
+        outputs = client.generate(text("count-1"))
+        list(outputs)
+        outputs.close()
+        del outputs
+        gc.collect()
+        list(client.generate(text("count-2")))
+        assert seen(client, "abort") == []
+
+
+def test_abort_ends_the_iteration_with_an_output_that_says_so():
+    with driven() as (client, _):
+        outputs = client.generate(text("hang-1"))
+        next(outputs)
+        client.abort(["hang-1", "nobody"])
+        assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
+        client.abort("hang-1")
+        assert seen(client, "abort") == [[["hang-1"]]]
+
+
+def test_what_an_engine_ends_on_its_own_ends_here():
+    with driven() as (client, _):
+        assert [output.finish_reason for output in client.generate(text("gone-1"))] == [None, FinishReason.ABORT]
+        assert client.counters["live"] == 0
+
+
+def test_a_request_that_fails_in_the_engine_says_why():
+    with driven() as (client, _):
+        (output,) = client.generate(text("error-1"))
+        assert output.finish_reason == FinishReason.ERROR
+        assert (output.error.code, output.error.message) == ("c", "m")
+
+
+def test_messages_that_cannot_be_read_cost_themselves_only(caplog):
+    with driven() as (client, _):
+        for i in range(3):
+            assert tokens(client.generate(text(f"junk-{i}"))) == [0, 1, 2]
+        assert client.counters["broken"] == 9
+    assert sum("cannot be read" in record.message for record in caplog.records) == 1
+
+
+def test_outputs_that_nobody_asked_for_are_passed_over():
+    with driven() as (client, _):
+        assert tokens(client.generate(text("other-1"))) == [0, 1, 2]
+        assert client.counters == {"live": 0, "unknown": 2, "broken": 0}
+
+
+def test_next_with_a_timeout_leaves_the_request_alive():
+    with driven() as (client, _):
+        outputs = client.generate(text("hang-1"))
+        assert outputs.next(timeout=LIMIT).new_token_ids == [7]
+        with pytest.raises(TransportTimeout):
+            outputs.next(timeout=0.01)
+        assert client.counters["live"] == 1
+
+
+def test_the_requests_memory_is_held_until_it_is_sent_and_no_longer():
+    with driven() as (client, _):
+        payload = np.ones(1 << 20, np.float32)
+        before = payload.ctypes.data
+        outputs = client.generate(mm_request(payload, request_id="count-1", sampling_params=SamplingParams(max_tokens=1)))
+        assert before
+        list(outputs)
+        assert client.ledger.wait(LIMIT)
+        assert client.ledger.counters["inflight_nbytes"] == 0
+        assert client.ledger.counters["peak_nbytes"] >= 1 << 21
+
+
+# --- utility calls ----------------------------------------------------------------------------------------------------
+
+
+def test_utility_calls_return_what_the_engine_returns_or_raise_what_it_says():
+    with driven() as (client, processes):
+        assert client.call_utility("echo", 1, "a", [2.5, None]) == [1, "a", [2.5, None]]
+        assert client.call_utility("pid", timeout=LIMIT) == processes[0].pid
+        with pytest.raises(UtilityFailed, match="Call to fail failed: as asked"):
+            client.call_utility("fail")
+        with pytest.raises(TransportTimeout, match="hang"):
+            client.call_utility("hang", timeout=0.05)
+        with pytest.raises((SchemaError, ValueError)):
+            client.call_utility("echo", object())
+        assert client._registry._calls == {}
+
+
+def test_a_utility_call_reaches_all_engines_or_the_one_that_is_named():
+    with driven(2) as (client, processes):
+        assert client.call_utility_all("pid") == {0: processes[0].pid, 1: processes[1].pid}
+        assert client.call_utility("pid", rank=1) == processes[1].pid
+        with pytest.raises(SchemaValueError):
+            client.call_utility("pid", rank=2)
+
+
+# --- several engines --------------------------------------------------------------------------------------------------
+
+
+def test_requests_go_where_the_least_work_is_outstanding():
+    with driven(2) as (client, _):
+        held = [client.generate(text(f"mute-{i}")) for i in range(10)]
+        assert client.outstanding() == {0: 5, 1: 5}
+        long = [client.generate(text("mute-long", ids=[1] * 20000))]
+        more = [client.generate(text(f"mute-more-{i}")) for i in range(6)]
+        assert sorted(client.outstanding().values()) == [6, 11]  # the six went where the long prompt did not
+        del held, long, more
+
+
+def test_a_rank_is_obeyed():
+    with driven(2) as (client, _):
+        held = [client.generate(text(f"mute-{i}", data_parallel_rank=1)) for i in range(3)]
+        assert client.outstanding() == {0: 0, 1: 3}
+        with pytest.raises(SchemaValueError, match="rank"):
+            client.generate(text("mute-9", data_parallel_rank=2))
+        del held
+
+
+def test_each_answer_goes_to_its_asker_with_two_engines():
+    with driven(2) as (client, _):
+        outputs = [client.generate(text(f"count-{i}", max_tokens=1 + i % 7)) for i in range(50)]
+        assert [tokens(output) for output in outputs] == [list(range(1 + i % 7)) for i in range(50)]
+        assert sum(len(seen(client, "add", rank)) for rank in (0, 1)) == 50
+
+
+def test_idle_engines_of_a_group_are_told_when_a_wave_begins():
+    with driven(2, ready={**READY, "data_parallel_size": 2}) as (client, _):
+        list(client.generate(text("count-1", data_parallel_rank=0)))
+        list(client.generate(text("count-2", data_parallel_rank=0)))
+        assert seen(client, "wave", 1) == [[[0, 0]]]  # once, and not to the one that has the request
+        assert seen(client, "wave", 0) == []
+        client.call_utility("wave", 0, rank=0)
+        list(client.generate(text("count-3", data_parallel_rank=1)))
+        assert seen(client, "wave", 0) == [[[1, 1]]]
+        assert seen(client, "add", 1)[-1][-1] == 1  # the request knows the wave
+        client.call_utility("wave", 0, rank=1)  # an old one
+        client.call_utility("start", 5, rank=1)
+        assert seen(client, "wave", 0)[1:] == [[[5, 1]]]
+        client.close()
+
+
+def test_a_wave_that_ends_over_a_request_that_came_late_begins_again():
+    with driven(2, waves=True) as (client, _):
+        held = client.generate(text("mute-1", data_parallel_rank=0))
+        client.call_utility("wave", 0, rank=0)
+        assert seen(client, "wave", 1) == [[[0, 0]], [[1, None]]]
+        del held
+
+
+def test_engines_that_are_no_group_hear_of_no_waves():
+    with driven(2) as (client, _):
+        list(client.generate(text("count-1", data_parallel_rank=0)))
+        assert seen(client, "wave", 1) == []
+
+
+def test_the_client_index_is_written_into_requests():
+    with driven(client_index=0) as (client, _):
+        list(client.generate(text("count-1", client_index=7)))
+        assert seen(client, "add")[0][3] == 0
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+def test_overloaded_is_raised_by_who_will_not_wait_and_leaves_no_trace():
+    with driven(max_inflight_nbytes=1000) as (client, processes):
+        os.kill(processes[0].pid, 19)  # SIGSTOP: it reads nothing more
+        try:
+            held = [client.generate(mm_request(np.ones(8 << 20, np.float32), request_id="count-1"))]
+            with pytest.raises(Overloaded):
+                client.generate(mm_request(np.ones(1 << 20, np.float32), request_id="count-2"), wait=False)
+            with pytest.raises(TransportTimeout):
+                client.generate(mm_request(np.ones(1 << 20, np.float32), request_id="count-3"), timeout=0.05)
+            assert client.counters["live"] == 1
+            held.append(client.generate(text("count-4")))  # what ZMQ copies needs no room
+        finally:
+            os.kill(processes[0].pid, 18)  # SIGCONT
+        held.append(client.generate(mm_request(np.ones(1 << 20, np.float32), request_id="count-5")))
+        for outputs in held:
+            list(outputs)
+        assert client.ledger.wait(LIMIT)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_aborts_what_is_live_ends_who_waits_and_can_be_done_twice():
+    with driven() as (client, _):
+        outputs = client.generate(text("hang-1"))
+        next(outputs)
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                next(outputs)
+            except BaseException as error:
+                failed.append(error)
+
+        def call() -> None:
+            try:
+                client.call_utility("hang")
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=wait), threading.Thread(target=call)]
+        for thread in threads:
+            thread.start()
+        while not client._registry._calls:
+            pass
+        client.close()
+        for thread in threads:
+            thread.join(LIMIT)
+        client.close()
+        assert [type(error) for error in failed] == [TransportError] * 2
+        for act in (lambda: client.generate(text("count-1")), lambda: client.call_utility("pid"), lambda: client.abort("x")):
+            with pytest.raises(TransportError, match="closed"):
+                act()
+        with pytest.raises(TransportError):
+            client.start()
+
+
+def test_a_client_that_was_never_started_says_so_and_closes():
+    client = EngineClient()
+    with pytest.raises(TransportError, match="not started"):
+        client.generate(text("count-1"))
+    client.close()
+
+
+def test_a_forked_child_is_told_that_the_client_is_not_its_own():
+    with driven() as (client, _):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                for act in (lambda: client.generate(text("count-1")), client.bind):
+                    try:
+                        act()
+                    except TransportError as error:
+                        code = 0 if "process" in str(error) else 2
+                client.close()
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
