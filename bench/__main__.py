@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .support import Record, environment
 
-NAMES = ("encode", "decode", "cast", "features")
+NAMES = ("encode", "decode", "cast", "features", "dropin")
 
 
 def present() -> list[str]:

@@ -96,6 +96,7 @@ cdef void frames_close(FrameView* few, FrameView* views, Py_ssize_t nframes) noe
 
 
 cdef void state_start(DecodeState* s, FrameView* views, Py_ssize_t nframes, Step* path) noexcept:
+    cdef int i
     s.start = views[0].data
     s.reader.cur = s.start
     s.reader.end = s.start + views[0].nbytes
@@ -117,7 +118,8 @@ cdef void state_start(DecodeState* s, FrameView* views, Py_ssize_t nframes, Step
     s.pair = 0
     s.tensor_dtype = s.tensor_ndim = 0
     s.tensor_extent = 0
-    memset(s.memos, 0, sizeof(s.memos))
+    for i in range(FIELD_MEMOS):
+        s.memos[i].value = NULL
 
 
 cdef void state_end(DecodeState* s) noexcept:

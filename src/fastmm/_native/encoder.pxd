@@ -27,6 +27,7 @@ cdef class Encoder:
 
     # A message to write, warm where there is one; whoever takes it gives it back.
     cdef Message take(self)
+    cdef Message new_message(self)
     cdef int give_back(self, Message message) except -1
     cdef object main_frame(self, Message message)
     cdef int finish_into(self, Message message, object buffer) except -1

@@ -232,11 +232,14 @@ cdef class Encoder:
         elif self.idle:
             message = self.idle.pop()
         else:
-            message = message_new(
-                payload_new(-1 if self.target is None else self.target, self.target_nbytes, self.inplace, self.dedup),
-                self.threshold_nbytes, self.max_depth, self.max_frames, self.max_payload_nbytes, self.hook,
-                self.consumer)
-            message.profile = self.profile_index
+            message = self.new_message()
+        return message
+
+    cdef Message new_message(self):
+        cdef Message message = message_new(
+            payload_new(-1 if self.target is None else self.target, self.target_nbytes, self.inplace, self.dedup),
+            self.threshold_nbytes, self.max_depth, self.max_frames, self.max_payload_nbytes, self.hook, self.consumer)
+        message.profile = self.profile_index
         return message
 
     cdef int give_back(self, Message message) except -1:

@@ -37,6 +37,9 @@ cdef extern from "fastmm/dtype.h" nogil:
         uint8_t number_class
     const fmm_dtype_info_t fmm_dtype_infos[1]
 
+cdef extern from "c/pyscalar.h":
+    void fmm_copy_short(uint8_t* to, const uint8_t* source, size_t nbytes)
+
 cdef extern from "Python.h":
     object PyObject_GenericGetDict(object, void*)
 
@@ -135,11 +138,11 @@ cdef int write_head(Message m, TensorView* view, int dtype, bint numpy_named) ex
     if numpy_named:
         name_nbytes = numpy_name(view, name)
         m.size = fmm_write_str_header(m.data + m.size, name_nbytes) - m.data
-        memcpy(m.data + m.size, name, name_nbytes)
+        fmm_copy_short(m.data + m.size, <const uint8_t*>name, name_nbytes)
     else:
         name_nbytes = fmm_dtype_infos[dtype].name_nbytes
         m.size = fmm_write_str_header(m.data + m.size, name_nbytes) - m.data
-        memcpy(m.data + m.size, fmm_dtype_infos[dtype].name, name_nbytes)
+        fmm_copy_short(m.data + m.size, <const uint8_t*>fmm_dtype_infos[dtype].name, name_nbytes)
     m.size += name_nbytes
     m.size = fmm_write_array_header(m.data + m.size, view.ndim) - m.data
     for axis in range(view.ndim):

@@ -14,6 +14,7 @@ class VllmDecoder:
     def __init__(
         self,
         read: Callable[[Any], Any],
+        of_type: Any,
         *,
         whole: Any = None,
         ids: tuple[int, str] | None = None,

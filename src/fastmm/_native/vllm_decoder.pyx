@@ -8,8 +8,9 @@ place, and asks the hooks for the tensors in it.
 import typing
 
 from cpython.buffer cimport PyObject_CheckBuffer
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.object cimport PyObject_SetAttr
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.object cimport PyObject_SetAttr, PyTypeObject
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -41,11 +42,13 @@ from .decode_state cimport (
 )
 from .decode_tensor cimport tensor_of
 from .decode_tree cimport read_value
+from .record cimport class_attribute, record_get, slot_offset
 from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY
 
 cdef enum:
     RAW_VIEW = 3  # ext code of tensor data
     IDS_MIN = 64  # fewer ids are not worth a cut
+    SMALL_NBYTES = 512  # of a main frame without features: msgspec alone is quicker
     NIL = 0xc0
 
 
@@ -64,6 +67,9 @@ def adopt_classes(feature, placeholder, item, elem, dict factories, tensor):
     decode_plan_of(item)
 
 
+cdef DecodeState no_message  # what `state` points to while msgspec alone reads a message
+
+
 cdef struct Cut:  # an element of the main frame's array that is read here
     const uint8_t* start
     const uint8_t* end
@@ -76,6 +82,8 @@ cdef class VllmDecoder:
     ----------
     read
         ``decode`` of msgspec's decoder: reads what is not read here, and calls `dec_hook` and `ext_hook`.
+    of_type
+        The class of messages, or None.
     whole
         The type of messages that are read here altogether, or None.
     ids, features
@@ -94,6 +102,7 @@ cdef class VllmDecoder:
     cdef const DecodePlan* features
     cdef int ids_index  # -1: none
     cdef int features_index
+    cdef Py_ssize_t features_offset  # of their slot
     cdef object ids_name
     cdef object features_name
     cdef OwnRule own
@@ -103,13 +112,16 @@ cdef class VllmDecoder:
     cdef object tensor_class
     cdef object array_class
 
-    def __init__(self, read, *, whole=None, ids=None, features=None, feature=None, share_mem=True, pin=False, provider=None,
-                 tensor_class=None, array_class=None):
+    def __init__(self, read, of_type, *, whole=None, ids=None, features=None, feature=None, share_mem=True, pin=False,
+                 provider=None, tensor_class=None, array_class=None):
         self.read = read
         self.whole = NULL if whole is None else decode_plan_of(whole)
         self.ids_index, self.ids_name = (-1, None) if ids is None else ids
         self.features_index, self.features_name = (-1, None) if features is None else features
-        self.features = NULL if features is None else decode_plan_of(list[feature])
+        self.features = NULL
+        if features is not None:
+            self.features = decode_plan_of(list[feature])
+            self.features_offset = slot_offset(<PyTypeObject*>of_type, class_attribute(of_type, self.features_name))
         self.own = OWN_NOT if share_mem else OWN_PINNED if pin else OWN_TORCH
         self.provider = provider
         self.parts = ()
@@ -136,6 +148,35 @@ cdef class VllmDecoder:
 
     def decode(self, bufs):
         """Decode one message: its frames, or its main frame alone."""
+        cdef object main = None
+        cdef PyObject* features
+        if type(bufs) is list:
+            if PyList_GET_SIZE(bufs) == 1:
+                main = <object>PyList_GET_ITEM(bufs, 0)
+        elif PyBytes_CheckExact(bufs):
+            main = bufs
+        try:
+            if main is not None and self.state is NULL and self.whole is NULL and (
+                    self.features is NULL or len(main) < SMALL_NBYTES):
+                # Nothing to cut: msgspec reads it all, without the cost of opening frames.
+                self.state = &no_message
+                try:
+                    message = self.read(main)
+                finally:
+                    self.state = NULL
+                if not self.features_offset:
+                    return message
+                features = record_get(message, self.features_offset)
+                if features is <PyObject*>None or features is NULL:
+                    return message
+            return self.decode_frames(bufs)
+        except Exception as error:
+            refusal = self.refusal(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    cdef object decode_frames(self, object bufs):
         cdef FrameView few[FEW_FRAMES]
         cdef FrameView* views
         cdef tuple parts
@@ -147,22 +188,16 @@ cdef class VllmDecoder:
         else:
             parts = (bufs,) if PyObject_CheckBuffer(bufs) else tuple(bufs)
         nframes = len(parts)
+        if nframes == 0:
+            raise DecodeError("expected a main frame, got no frames")
+        views = frames_room(few, nframes)
         try:
-            if nframes == 0:
-                raise DecodeError("expected a main frame, got no frames")
-            views = frames_room(few, nframes)
-            try:
-                frames_open(parts, views, False)
-                self.parts = parts
-                return self.decode_views(parts, views, nframes)
-            finally:
-                self.parts = ()
-                frames_close(few, views, nframes)
-        except Exception as error:
-            refusal = self.refusal(error)
-            if refusal is None:
-                raise
-            raise refusal from error
+            frames_open(parts, views, False)
+            self.parts = parts
+            return self.decode_views(parts, views, nframes)
+        finally:
+            self.parts = ()
+            frames_close(few, views, nframes)
 
     def dec_hook(self, t, obj):
         """What ``obj``, plain values, is as a ``t``."""
@@ -198,7 +233,7 @@ cdef class VllmDecoder:
         cdef FrameView nothing
         cdef Step path[2]
         cdef DecodeState* s = self.state
-        if s is NULL:  # somebody calls the hook by himself
+        if s is NULL or s is &no_message:  # there are no aux frames
             nothing.data = NULL
             nothing.nbytes = 0
             state_start(&alone, &nothing, 1, path)

@@ -82,18 +82,25 @@ cdef class VllmEncoder(Encoder):
         return super(Encoder, self).encode_into(obj, buf)
 
     cdef list write(self, object obj):
-        cdef Message message = self.take()
+        cdef Message message = self.spare
+        if message is None:
+            message = self.take()
+        else:
+            self.spare = None
         try:
             message_start(message)
             frames = message_walk(message, obj)
             frames[0] = PyBytes_FromStringAndSize(<char*>message.data, message.size)
-            self.count(message, frames)
+            if message.payload_nbytes:
+                self.count(message, frames)
+            else:
+                self.messages += 1
             return frames
         finally:
             self.give_back(message)
 
-    cdef Message take(self):
-        cdef Message message = Encoder.take(self)
+    cdef Message new_message(self):
+        cdef Message message = Encoder.new_message(self)
         message.as_vllm = True
         return message
 

@@ -11,7 +11,7 @@ from cpython.object cimport PyTypeObject, Py_TYPE
 from cpython.ref cimport PyObject
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from fastmm.errors import EncodeError, FastmmError, SchemaError
 from fastmm.schema.profile import PROFILES
@@ -100,10 +100,12 @@ cdef int message_start(Message m) except -1:
 
 
 cdef list message_walk(Message m, object obj):
+    cdef int i
     m.frames = [None]
     m.payload_nbytes = 0
     if m.memo_used:
-        memset(m.memo, 0, sizeof(m.memo))
+        for i in range(MEMO_SIZE):
+            m.memo[i].obj = NULL
         m.memo_used = False
     if m.oob_tensor_consumer is not None:
         try:

@@ -73,6 +73,7 @@ class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
         VllmDecoder.__init__(
             self,
             self.decoder.decode,
+            t,
             **(_cuts(t) if own_hooks else {}),
             share_mem=share_mem,
             pin=self.pin_tensors,
