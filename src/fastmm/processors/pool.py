@@ -407,20 +407,18 @@ class ProcessorPool:
     def _end(self, hosts: list[Host], end: float | None) -> None:
         """Shut down executors of the pool's own within what is left of the time."""
 
-        def close() -> None:
-            for host in hosts:
-                host.executor.shutdown(wait=True)
-
-        for host in hosts:
-            host.executor.shutdown(wait=False)
-        closing = threading.Thread(target=close, name="fastmm-shutdown", daemon=True)
-        closing.start()
-        closing.join(None if end is None else max(0.1, end - time.monotonic()))
-        if closing.is_alive() and self._crossing is not None:
-            for host in hosts:
-                for pid in {*executors.processes_of(host.executor), *([] if host.pid is None else [host.pid])}:
-                    executors.kill_process(pid)
-            closing.join(5.0)
+        pids = {pid for host in hosts for pid in (host.pid, *executors.processes_of(host.executor)) if pid is not None}
+        # One thread each: they wait, and once told not to wait an executor cannot be waited for any more.
+        closing = [threading.Thread(target=host.executor.shutdown, name="fastmm-shutdown", daemon=True) for host in hosts]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(None if end is None else max(0.1, end - time.monotonic()))
+        if any(thread.is_alive() for thread in closing):
+            for pid in pids:
+                executors.kill_process(pid)
+            for thread in closing if pids else ():
+                thread.join(5.0)
 
 
 def _as_ours(error: BaseException) -> FastmmError:
