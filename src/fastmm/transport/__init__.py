@@ -2,14 +2,26 @@
 
 from .aio import AsyncEngineClient, AsyncOutputs
 from .client import EngineClient, Outputs
+from .handshake import Addresses, EngineInfo
+from .lifetime import Ledger, Ticket
 from .message import bind_router, connect_dealer, engine_identity, receive_frames, send_frames
 from .private import private_directory
+from .server import Abort, Add, EngineServer, StartWave, UtilityCall
 
 __all__ = [
+    "Abort",
+    "Add",
+    "Addresses",
     "AsyncEngineClient",
     "AsyncOutputs",
     "EngineClient",
+    "EngineInfo",
+    "EngineServer",
+    "Ledger",
     "Outputs",
+    "StartWave",
+    "Ticket",
+    "UtilityCall",
     "bind_router",
     "connect_dealer",
     "engine_identity",
