@@ -99,6 +99,22 @@ cdef object ids_of_tensor(object tensor):
     return numpy.ascontiguousarray(array, dtype=numpy.int64)
 
 
+def first_outside(list ids, long long end, Py_ssize_t begin=0) -> int:
+    """Index of the first, from `begin` on, that is not an exact int from 0 to `end` - 1; -1 where there is none."""
+    cdef Py_ssize_t i
+    cdef long long number
+    cdef int overflow
+    cdef PyObject* one
+    for i in range(begin, PyList_GET_SIZE(ids)):
+        one = PyList_GET_ITEM(ids, i)
+        if not PyLong_CheckExact(one):
+            return i
+        number = PyLong_AsLongLongAndOverflow(one, &overflow)
+        if overflow or not 0 <= number < end:
+            return i
+    return -1
+
+
 @cython.final
 cdef class Marks:
     """The ids that stand for an embedding."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import ProcessorError, SchemaError
 from ..schema import PlaceholderRange
@@ -27,6 +27,9 @@ __all__ = [
     "Tokenizer",
     "Work",
 ]
+
+
+_Record = TypeVar("_Record", "Work", "Media")
 
 
 class MediaKind(str, enum.Enum):
@@ -123,6 +126,18 @@ class Work:
     def media(self) -> tuple[Media, ...]:
         """All media: images, then videos, then audios. Items and hashes are in this order."""
         return (*self.images, *self.videos, *self.audios)
+
+
+def changed(record: _Record, **values: Any) -> _Record:
+    """A copy of a `Work` or a `Media` with other values, which were checked before: nothing is checked here."""
+    cls = type(record)
+    new: _Record = cls.__new__(cls)
+    for name in _FIELDS[Work if isinstance(record, Work) else Media]:
+        object.__setattr__(new, name, values[name] if name in values else getattr(record, name))
+    return new
+
+
+_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in (Work, Media)}
 
 
 class Layout(str, enum.Enum):

@@ -11,14 +11,13 @@ import math
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ..errors import CompatError, LimitError, ProcessorError
-from .contract import Budgets, Media, MediaKind, Work
+from .contract import Budgets, Media, MediaKind, Work, changed
 
 __all__ = ["measure_pixels", "open_image", "resolve_media"]
 
@@ -181,11 +180,12 @@ def resolve_media(work: Work, budgets: Budgets | None = None, *, measure: Callab
         else:
             found[where].append(media)
             continue
-        found[where].append(replace(media, data=data))
+        found[where].append(changed(media, data=data))
     left = sum(1 for _ in fetched)
     if left:
         raise ProcessorError(f"expected {taken} prefetched, one for each URL and path, got {taken + left}", path="prefetched")
-    resolved = replace(work, images=found["images"], videos=found["videos"], audios=found["audios"], prefetched=())
+    places = {where: tuple(media) for where, media in found.items()}
+    resolved = changed(work, prefetched=(), **places)
     if budgets.max_pixels is not None:
         _check_pixels(resolved, budgets.max_pixels, measured)
     return resolved
@@ -315,6 +315,8 @@ def measure_pixels(media: Media) -> int | None:
 
 
 def _decoded_pixels(source: Any) -> int | None:
+    if isinstance(source, np.ndarray):
+        return _shaped_pixels(source.shape)
     if isinstance(source, (list, tuple)):  # frames
         counts = [_decoded_pixels(frame) for frame in source]
         return None if None in counts else sum(count for count in counts if count is not None)
@@ -322,8 +324,10 @@ def _decoded_pixels(source: Any) -> int | None:
     if isinstance(size, tuple) and len(size) == 2:  # PIL
         return int(size[0]) * int(size[1])
     shape = getattr(source, "shape", None)
-    if shape is None:
-        return None
+    return None if shape is None else _shaped_pixels(shape)
+
+
+def _shaped_pixels(shape: Any) -> int:
     extents = [int(extent) for extent in shape]
     if len(extents) > 2:  # an axis of channels, first, last, or after the frames
         axis = next((axis for axis in (-1, -3) if extents[axis] in (1, 3, 4)), None)

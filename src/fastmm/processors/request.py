@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .._native.placeholder import first_outside
 from ..features import build_features
 from ..schema import (
     EngineCoreRequest,
@@ -138,7 +139,9 @@ def to_request(
         Its tensors are those of `processed`: with ``dtype=`` the encoder casts them in place.
     """
     ids = processed.prompt_token_ids
-    token_ids = ids.tolist() if hasattr(ids, "tolist") else [int(one) for one in ids]
+    token_ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if first_outside(token_ids, 1 << 31) >= 0:
+        token_ids = list(map(int, token_ids))  # ints of numpy
     if sampling_params is None and pooling_params is None:
         sampling_params = SamplingParams()
     return EngineCoreRequest(

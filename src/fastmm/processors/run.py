@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..errors import FastmmError, ProcessorError
-from .contract import Budgets, Processed, Processor, Tokenizer, Work
+from .contract import Budgets, Processed, Processor, Tokenizer, Work, changed
 from .extensions import decode_extensions
 from .hashes import apply_caller_hashes
 from .media import resolve_media
@@ -65,13 +64,13 @@ def process_work(
     name = processor_name(processor)
     schema = processor.schema
     extensions = work.extensions
-    if extensions is None or isinstance(extensions, Mapping):
+    if extensions is None or type(extensions) is dict or isinstance(extensions, Mapping):
         extensions = decode_extensions(schema, extensions, processor=name)
     elif schema is None or not isinstance(extensions, schema):
         raise ProcessorError(f"expected extensions as a mapping, got {type(extensions).__name__}", path="extensions")
     resolved = resolve(work, budgets)
     try:
-        processed = processor.process(replace(resolved, extensions=extensions, hashes=None), tokenizer)
+        processed = processor.process(changed(resolved, extensions=extensions, hashes=None), tokenizer)
     except FastmmError:
         raise
     except Exception as error:

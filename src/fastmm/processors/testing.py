@@ -288,16 +288,18 @@ def _references(bench: _Bench, samples: Sequence[Work]) -> Iterator[str]:
     class WatchedWork(Work):
         __slots__ = ("__weakref__",)
 
-        def __post_init__(self) -> None:
-            Work.__post_init__(self)
-            watched.append(("the Work", weakref.ref(self)))
+        def __new__(cls, **_: Any) -> WatchedWork:
+            new = super().__new__(cls)
+            watched.append(("the Work", weakref.ref(new)))
+            return new
 
     class WatchedMedia(Media):
         __slots__ = ("__weakref__",)
 
-        def __post_init__(self) -> None:
-            Media.__post_init__(self)
-            watched.append(("a Media", weakref.ref(self)))
+        def __new__(cls, *_: Any, **__: Any) -> WatchedMedia:
+            new = super().__new__(cls)
+            watched.append(("a Media", weakref.ref(new)))
+            return new
 
     def watch(what: str, value: Any) -> Any:
         with contextlib.suppress(TypeError):  # what cannot be watched is not

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .._native.placeholder import first_outside
 from .._native.split import Batch
 from ..dtypes import DTYPES
 from ..errors import FastmmError, LimitError, ProcessorError
@@ -88,22 +89,26 @@ def _check_ids(ids: Any) -> int:
     """How many there are."""
     path = "prompt_token_ids"
     if isinstance(ids, (list, tuple)):
-        if set(map(type, ids)) - {int}:
-            for i, one in enumerate(ids):
-                if isinstance(one, (bool, np.bool_)) or not isinstance(one, (int, np.integer)):
-                    raise ProcessorError(f"expected an int, got {_kind(one)}", path=f"{path}[{i}]")
-        low, high = (min(ids), max(ids)) if ids else (0, 0)
+        found = ids if isinstance(ids, list) else list(ids)
+        i = first_outside(found, _IDS_END)
+        while i >= 0:
+            one = found[i]
+            if not isinstance(one, (int, np.integer)) or isinstance(one, bool):
+                raise ProcessorError(f"expected an int, got {_kind(one)}", path=f"{path}[{i}]")
+            if not 0 <= int(one) < _IDS_END:
+                raise ProcessorError("expected ids from 0 to 2^31 - 1, got one beyond", path=f"{path}[{i}]")
+            i = first_outside(found, _IDS_END, i + 1)  # it was an int of numpy, or of a class of ints
     else:
-        found = ids.detach().cpu().numpy() if hasattr(ids, "detach") else ids
-        if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+        array = ids.detach().cpu().numpy() if hasattr(ids, "detach") else ids
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
             raise ProcessorError(f"expected a list of ints or a 1-D tensor of them, got {_kind(ids)}", path=path)
-        low, high = (int(found.min()), int(found.max())) if found.size else (0, 0)
+        outside = (array < 0) | (array >= _IDS_END) if array.dtype.itemsize >= 4 or array.dtype.kind == "i" else None
+        if outside is not None and outside.any():
+            i = int(outside.argmax())
+            raise ProcessorError("expected ids from 0 to 2^31 - 1, got one beyond", path=f"{path}[{i}]")
     n = len(ids)
     if not n:
         raise ProcessorError("expected the expanded prompt, got no ids", path=path)
-    if low < 0 or high >= _IDS_END:
-        i = next(i for i, one in enumerate(ids) if not 0 <= int(one) < _IDS_END)
-        raise ProcessorError("expected ids from 0 to 2^31 - 1, got one beyond", path=f"{path}[{i}]")
     return n
 
 
@@ -139,7 +144,7 @@ def _check_features(item: ProcessedItem, path: str, finite: bool) -> int:
     """The bytes of an item's tensors."""
     for name in ("features", "fields", "model_data"):
         given = getattr(item, name)
-        if not isinstance(given, Mapping):
+        if type(given) is not dict and not isinstance(given, Mapping):
             raise ProcessorError(f"expected a mapping of keys, got {_kind(given)}", path=f"{path}.{name}")
         for key in given:
             if not isinstance(key, str) or not key:
@@ -239,15 +244,17 @@ def _tensor_nbytes(value: Any) -> int:
     A WireTensor is written by hand or by another process, and its attributes can be set: it is made once more, which checks
     that the product of its shape, without overflow, is the number of its elements.
     """
-    if isinstance(value, WireTensor):
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in _NUMPY_KINDS and value.dtype.name not in DTYPES:
+            raise ProcessorError(f"expected numbers, got dtype {value.dtype}")
+    elif isinstance(value, WireTensor):
         value = WireTensor(value.dtype, value.shape, value.data)
-    if isinstance(value, np.ndarray) and value.dtype.name not in DTYPES and value.dtype.kind not in _NUMPY_KINDS:
-        raise ProcessorError(f"expected numbers, got dtype {value.dtype}")
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        if name not in DTYPES:
-            raise ProcessorError(f"expected a dtype that the wire knows, got {name}")
+    else:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            name = str(value.dtype).removeprefix("torch.")
+            if name not in DTYPES:
+                raise ProcessorError(f"expected a dtype that the wire knows, got {name}")
     return Batch(value).nbytes
 
 
