@@ -86,11 +86,10 @@ class RawEngine:
         first = [self.one(request_id, [7])]
         if action in {"hang", "exit", "dead", "gone"}:
             self.send(outputs=first)
-        if action == "exit":
-            os._exit(1)
-        if action == "dead":
-            self.output.send(b"ENGINE_CORE_DEAD")
-            self.output.close(linger=1000)
+        if action in {"exit", "dead"}:
+            if action == "dead":
+                self.output.send(b"ENGINE_CORE_DEAD")
+            self.output.close(linger=1000)  # destroy() would set its linger to what it is given
             self.context.destroy(linger=1000)
             os._exit(1)
         if action == "gone":

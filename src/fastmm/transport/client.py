@@ -178,16 +178,15 @@ class EngineClient(ClientCore):
                 fd, self._wake_fd = self._wake_fd, -1
                 os.close(fd)
 
+    def _close_at_exit(self) -> None:
+        self.close()
+
     def __enter__(self) -> EngineClient:
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _end(self, why: str) -> None:
-        self._closed = why
-        self._tell_aborts(self._registry.end_all(TransportError, why))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

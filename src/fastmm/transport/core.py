@@ -6,6 +6,7 @@ lock around it, `AsyncEngineClient` its event loop.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -142,6 +143,7 @@ class ClientCore:
         self._waves = Waves(False)
         self._infos: tuple[EngineInfo, ...] = ()
         self._suspects: dict[int, tuple[float, str]] = {}  # rank -> when it counts as dead, and why
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._closing = threading.Event()
         self._closed: str | None = "the client was not started"  # why nothing can be sent
         self._broken = 0
@@ -241,15 +243,21 @@ class ClientCore:
         self._waves = Waves(group)
         self._closed = None
 
+    def _end(self, why: str) -> None:
+        """Send nothing any more, and end whoever waits."""
+        self._closed = why
+        self._tell_aborts(self._registry.end_all(TransportError, why))
+
     def _let_go(self) -> None:
         """Close sockets and context. Blocks until what lingers has left, as long as `linger` says."""
-        connection, context = self._connection, self._context
-        self._context = None
-        if connection is not None:
-            connection.close()
-        if context is not None:
-            context.term()
-        self._addressing.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        _release(self._connection, self._context, self._addressing)
+        self._connection = self._context = None
+
+    def _close_at_exit(self) -> None:
+        """Close, for the end of the process."""
+        raise NotImplementedError
 
     def _check_owner(self) -> None:
         if self._owner != os.getpid():
@@ -390,9 +398,24 @@ def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
+def _release(connection: Connection | None, context: zmq.Context[Any] | None, addressing: Addressing) -> None:
+    if connection is not None:
+        connection.close()
+    if context is not None:
+        context.term()
+    addressing.close()
+
+
+def _close_all() -> None:
+    for client in list(_clients):
+        if client._owner == os.getpid() and client._connection is not None:
+            client._close_at_exit()
+
+
 def _forget_in_child() -> None:
     for client in list(_clients):
         client._closed = "the client belongs to the process that made it: a forked child needs one of its own"
 
 
+atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_in_child)
