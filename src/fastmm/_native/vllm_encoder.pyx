@@ -31,14 +31,18 @@ cdef class VllmEncoder(Encoder):
         Tensors of fewer bytes are written into the main frame.
     oob_tensor_consumer
         As for `Encoder`.
+    passive
+        Leave every message to the second base, whose hook somebody has replaced.
     """
 
     cdef unsigned long long messages_left
+    cdef bint passive
 
-    def __init__(self, size_threshold, oob_tensor_consumer=None):
+    def __init__(self, size_threshold, oob_tensor_consumer=None, *, passive=False):
         Encoder.__init__(
             self, threshold=limited(size_threshold), dedup=False, hook=self.enc_hook,
             oob_tensor_consumer=oob_tensor_consumer, max_depth=MAX_DEPTH, max_frames=2**31 - 2)
+        self.passive = passive
 
     @property
     def size_threshold(self) -> int:
@@ -67,18 +71,22 @@ cdef class VllmEncoder(Encoder):
 
     def encode(self, obj) -> list:
         """Write ``obj``: ``[bytes, aux 1, ...]``."""
-        try:
-            return self.write(obj)
-        except FastmmError:
-            self.messages_left += 1
+        if not self.passive:
+            try:
+                return self.write(obj)
+            except FastmmError:
+                pass
+        self.messages_left += 1
         return super(Encoder, self).encode(obj)
 
     def encode_into(self, obj, buf) -> list:
         """Write ``obj`` with the main frame in ``buf``, which is resized to it: ``[buf, aux 1, ...]``."""
-        try:
-            return Encoder.encode_into(self, obj, buf)
-        except FastmmError:
-            self.messages_left += 1
+        if not self.passive:
+            try:
+                return Encoder.encode_into(self, obj, buf)
+            except FastmmError:
+                pass
+        self.messages_left += 1
         return super(Encoder, self).encode_into(obj, buf)
 
     cdef list write(self, object obj):

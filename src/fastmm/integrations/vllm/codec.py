@@ -45,7 +45,8 @@ class MsgpackEncoder(VllmEncoder, _TheirEncoder):  # type: ignore[misc]
 
     def __init__(self, size_threshold: int | None = None, oob_tensor_consumer: Any = None) -> None:
         _TheirEncoder.__init__(self, size_threshold, oob_tensor_consumer)
-        VllmEncoder.__init__(self, self.size_threshold, oob_tensor_consumer)
+        replaced = type(self).enc_hook is not _TheirEncoder.enc_hook
+        VllmEncoder.__init__(self, self.size_threshold, oob_tensor_consumer, passive=replaced)
 
 
 class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
