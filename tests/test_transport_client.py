@@ -20,6 +20,7 @@ from fastmm import (
     EngineCoreRequest,
     EngineDead,
     Overloaded,
+    PoolingParams,
     SamplingParams,
     SchemaError,
     TransportError,
@@ -331,6 +332,41 @@ def test_the_requests_memory_is_held_until_it_is_sent_and_no_longer():
         assert client.ledger.counters["peak_nbytes"] >= 1 << 21
 
 
+def test_late_outputs_of_an_aborted_request_never_reach_a_new_one_of_its_id():
+    with driven() as (client, processes):
+        for _ in range(3):
+            outputs = client.generate(text("count-1", max_tokens=2000))
+            assert next(outputs).new_token_ids == [0]
+            outputs.close()
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+        request = text("count-1")
+        assert {output.request_id for output in client.generate(request)} == {"count-1"}
+        assert request.request_id == "count-1"
+        assert client.counters["live"] == 0
+        held = client.generate(text("hang-1"))
+        held.close()
+        held = client.generate(text("hang-1"))
+        with pytest.raises(SchemaValueError, match="live"):
+            client.generate(text("hang-1"))
+        client.abort("hang-1")
+        assert [output.request_id for output in held][-1:] == ["hang-1"]
+        added, aborted = [entry[0] for entry in seen(client, "add")], [entry[0] for entry in seen(client, "abort")]
+        assert len(set(added)) > 3
+        assert aborted[-2:] == [[added[-2]], [added[-1]]]
+        assert processes[0].poll() is None
+
+
+def test_a_prompt_that_the_model_has_no_room_for_never_reaches_the_engine():
+    with driven(ready={**READY, "max_model_len": 8}) as (client, _):
+        for length in (8, 9, 100):
+            with pytest.raises(SchemaValueError, match=rf"{length}"):
+                client.generate(text("count-1", ids=[1] * length))
+        pooling = EngineCoreRequest("count-2", [1] * 8, pooling_params=PoolingParams())
+        assert len(list(client.generate(pooling))) == 16
+        assert tokens(client.generate(text("count-1", ids=[1] * 7))) == [0, 1, 2]
+        assert [entry[0] for entry in seen(client, "add")] == ["count-2", "count-1"]
+
+
 # --- utility calls ----------------------------------------------------------------------------------------------------
 
 
@@ -362,9 +398,9 @@ def test_requests_go_where_the_least_work_is_outstanding():
     with driven(2) as (client, _):
         held = [client.generate(text(f"mute-{i}")) for i in range(10)]
         assert client.outstanding() == {0: 5, 1: 5}
-        long = [client.generate(text("mute-long", ids=[1] * 20000))]
-        more = [client.generate(text(f"mute-more-{i}")) for i in range(6)]
-        assert sorted(client.outstanding().values()) == [6, 11]  # the six went where the long prompt did not
+        long = [client.generate(text("mute-long", ids=[1] * 4000))]
+        more = [client.generate(text(f"mute-more-{i}")) for i in range(4)]
+        assert sorted(client.outstanding().values()) == [6, 9]  # the four went where the long prompt did not
         del held, long, more
 
 

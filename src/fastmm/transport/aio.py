@@ -291,11 +291,11 @@ class AsyncEngineClient(ClientCore):
     async def _submit(self, outputs: AsyncOutputs, request: Any, wait: bool, timeout: float | None) -> None:
         self._check_open()
         live = _Live(request_id_of(request))
-        engine = self._admit(live, request)
+        self._admit(live, request)
         outputs._live = live
         try:
             if not self._queued and not is_large(request):
-                frames = engine.encoder.encode(request)
+                frames = self._encode(live, request)
                 if copied(frames):
                     self._send_request(live, frames)
                     return
@@ -333,7 +333,7 @@ class AsyncEngineClient(ClientCore):
                 if live.ended:
                     return
                 if frames is None:
-                    frames = await _to_the_end(loop.run_in_executor(self._worker, live.engine.encoder.encode, request))
+                    frames = await _to_the_end(loop.run_in_executor(self._worker, self._encode, live, request))
                 if copied(frames):
                     self._send_request(live, frames)
                 else:

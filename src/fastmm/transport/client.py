@@ -217,9 +217,9 @@ class EngineClient(ClientCore):
         live = _Live(request_id_of(request))
         with self._lock:
             self._check_open()
-            engine = self._admit(live, request)
+            self._admit(live, request)
         try:
-            frames = engine.encoder.encode(request)
+            frames = self._encode(live, request)
             if not copied(frames):
                 frames = self._reserve(live, nbytes_of(frames), wait, timeout).parcels(frames)
             with self._lock:

@@ -69,6 +69,8 @@ class ClientCore:
         ``"float32"``; None: nothing is cast.
     inplace
         With a cast, the request's floating payloads are handed over and cast where they lie. See `fastmm.encode_request`.
+    threshold, dedup, hook
+        As in `fastmm.encode_request`.
     profile
         The wire: a `WireProfile`, its name (``"0.28"``), or None for that of the version the engine said.
     tensors
@@ -105,6 +107,9 @@ class ClientCore:
         progress: Callable[[dict[int, str]], object] | None = None,
         dtype: Any = "engine",
         inplace: bool = True,
+        threshold: int | None = None,
+        dedup: bool = True,
+        hook: Callable[[Any], Any] | None = None,
         profile: WireProfile | str | None = None,
         tensors: str = "numpy",
         client_index: int = 0,
@@ -122,7 +127,7 @@ class ClientCore:
         self._startup_timeout = startup_timeout
         self._progress = progress
         self._dtype = dtype
-        self._inplace = inplace
+        self._encoding: dict[str, Any] = {"inplace": inplace, "threshold": threshold, "dedup": dedup, "hook": hook}
         self._profile = as_profile(profile)
         self._client_index = client_index
         if heartbeat is None:
@@ -234,7 +239,7 @@ class ClientCore:
                 dtype = info.dtype if info.dtype in _CASTS else None
             key = (str(dtype), profile.name)
             if key not in encoders:
-                encoders[key] = Encoder(dtype=dtype, inplace=self._inplace, profile=profile)
+                encoders[key] = Encoder(dtype=dtype, profile=profile, **self._encoding)
             engines.append(Engine(info, encoders[key]))
         self._registry = Registry(engines)
         group = self._group
@@ -277,6 +282,16 @@ class ClientCore:
         if self._waves.enabled and request.current_wave != self._waves.current:
             request.current_wave = self._waves.current
         return engine
+
+    def _encode(self, live: Live, request: Any) -> list[Any]:
+        """The frames of a request, under the id that its engine knows it by. From any thread."""
+        if live.wire_id is live.request_id:
+            return live.engine.encoder.encode(request)
+        request.request_id = live.wire_id
+        try:
+            return live.engine.encoder.encode(request)
+        finally:
+            request.request_id = live.request_id
 
     def _send_request(self, live: Live, frames: Sequence[Any]) -> None:
         """Send an encoded request, unless it has ended meanwhile."""
@@ -379,7 +394,7 @@ class ClientCore:
         timeout = self._silence_timeout
         if timeout is not None:
             for engine in self._registry.silent(now, timeout):
-                told = [live.request_id for live in engine.live if live.sent]
+                told = [live.wire_id for live in engine.live if live.sent]
                 self._bury(engine, f"it owed an answer and said nothing for {timeout:g} s")
                 if told:
                     self._tell(engine, [ABORT, abort_message(told)])  # should it wake up, it need not go on

@@ -5,6 +5,7 @@ No sockets, no clocks, no locks here: both faces of the client (threads and asyn
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from .handshake import EngineInfo
 
 __all__ = ["Call", "Engine", "Live", "Registry", "request_id_of"]
 
+# How many ids of aborted requests are remembered.
+_LATE_MAX = 1 << 16
 # What a request counts for beside the prompt tokens that still have to be computed: its place in every step to come.
 _PLACE = 1024
 
@@ -22,7 +25,20 @@ _PLACE = 1024
 class Engine:
     """One engine, and what it owes."""
 
-    __slots__ = ("calls", "death", "encoder", "heard", "identity", "info", "live", "name", "owes_since", "rank", "work")
+    __slots__ = (
+        "calls",
+        "death",
+        "encoder",
+        "heard",
+        "identity",
+        "info",
+        "live",
+        "longest_prompt",
+        "name",
+        "owes_since",
+        "rank",
+        "work",
+    )
 
     def __init__(self, info: EngineInfo, encoder: Encoder) -> None:
         self.info = info
@@ -30,6 +46,7 @@ class Engine:
         self.identity = info.identity
         self.name = f"engine {info.rank}"
         self.encoder = encoder
+        self.longest_prompt = sys.maxsize if info.max_model_len is None else info.max_model_len
         self.live: set[Live] = set()
         self.calls: set[Call] = set()
         self.work = 0
@@ -49,10 +66,11 @@ class Engine:
 class Live:
     """A request on its way through an engine. The faces say what becomes of its outputs."""
 
-    __slots__ = ("__weakref__", "ended", "engine", "prompt", "request_id", "sent")
+    __slots__ = ("__weakref__", "ended", "engine", "prompt", "request_id", "sent", "wire_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.wire_id = request_id  # what the engine knows it by
         self.engine: Engine
         self.prompt = 0  # prompt tokens that count as not computed yet
         self.sent = False  # whether the engine knows of it
@@ -90,7 +108,12 @@ class Registry:
         self.engines: tuple[Engine, ...] = tuple(engines)
         self.by_rank = {engine.rank: engine for engine in self.engines}
         self._alive: list[Engine] = list(self.engines)
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, Live] = {}  # by wire id
+        self._renamed: dict[str, Live] = {}  # by request id, those whose wire id is another
+        # Wire ids of requests that ended here before they did on the engine. It confirms no abort, and may still send outputs:
+        # a new request of the same id must not get them, so it gets another id on the wire.
+        self._late: dict[str, None] = {}
+        self._names = 0
         self._calls: dict[int, Call] = {}
         self._next_call = 1
         self._turn = 0  # where to begin to look, so that engines of equal work take turns
@@ -103,7 +126,7 @@ class Registry:
         return len(self._live)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._live
+        return request_id in self._renamed or request_id in self._live
 
     @property
     def alive(self) -> Sequence[Engine]:
@@ -115,22 +138,28 @@ class Registry:
         Raises
         ------
         SchemaValueError
-            Its id is that of a live request, or its rank is none of the engines'.
+            Its id is that of a live request, its rank is none of the engines', or its prompt is longer than the model takes.
         EngineDead
             The engine it must go to is dead, or all are.
         """
         request_id = live.request_id
-        if request_id in self._live:
+        if request_id in self._live or request_id in self._renamed:
             raise SchemaValueError(f"a request {request_id!r:.80} is live already", path="$.request_id")
         engine = self._choose(request.data_parallel_rank)
         ids = request.prompt_token_ids
         live.prompt = 0 if ids is None else len(ids)
+        if live.prompt >= engine.longest_prompt:
+            _check_length(live.prompt, request, engine)
+        if request_id in self._late:
+            self._names += 1
+            live.wire_id = f"{request_id}~{self._names}"
+            self._renamed[request_id] = live
         live.engine = engine
         if not engine.live and not engine.calls:
             engine.owes_since = now
         engine.live.add(live)
         engine.work += _PLACE + live.prompt
-        self._live[request_id] = live
+        self._live[live.wire_id] = live
         return engine
 
     def _choose(self, rank: Any) -> Engine:
@@ -157,20 +186,32 @@ class Registry:
             return self.engines[0].dead()
         return EngineDead("all engines are dead: " + "; ".join(f"{engine.name}: {engine.death}" for engine in self.engines))
 
-    def drop(self, live: Live) -> bool:
-        """Forget a request as if it had never been; False where it had ended."""
+    def drop(self, live: Live, *, finished: bool = False) -> bool:
+        """Forget a request as if it had never been; False where it had ended. `finished`: the engine has done so too."""
         if live.ended:
             return False
         live.ended = True
         engine = live.engine
-        del self._live[live.request_id]
+        del self._live[live.wire_id]
+        if self._renamed.get(live.request_id) is live:
+            del self._renamed[live.request_id]
         engine.live.discard(live)
         engine.work -= _PLACE + live.prompt
+        if live.sent and not finished:
+            if len(self._late) >= _LATE_MAX:
+                del self._late[next(iter(self._late))]
+            self._late[live.wire_id] = None
+            self._late[live.request_id] = None
         return True
 
     def find(self, request_ids: Iterable[str]) -> list[Live]:
         """The live requests of these ids; others are passed over."""
-        return [live for request_id in request_ids if (live := self._live.get(request_id)) is not None]
+        lives = []
+        for request_id in request_ids:
+            live = self._renamed.get(request_id) or self._live.get(request_id)
+            if live is not None and live.request_id == request_id:
+                lives.append(live)
+        return lives
 
     def abort(self, lives: Iterable[Live]) -> dict[Engine, list[str]]:
         """End requests with an output that says ABORT.
@@ -185,7 +226,7 @@ class Registry:
             if not self.drop(live):
                 continue
             if live.sent and live.engine.death is None:
-                told.setdefault(live.engine, []).append(live.request_id)
+                told.setdefault(live.engine, []).append(live.wire_id)
             live.push(_aborted(live))
         return told
 
@@ -201,9 +242,13 @@ class Registry:
             live = lives.get(output.request_id)
             if live is None:
                 self.unknown += 1
+                if output.finish_reason is not None:
+                    self._late.pop(output.request_id, None)  # that was the last
                 continue
+            if live.wire_id is not live.request_id:
+                output.request_id = live.request_id
             if output.finish_reason is not None:
-                self.drop(live)
+                self.drop(live, finished=True)
             elif live.prompt:  # its prompt is computed
                 live.engine.work -= live.prompt
                 live.prompt = 0
@@ -213,7 +258,7 @@ class Registry:
             for request_id in message.finished_requests:
                 live = lives.get(request_id)
                 if live is not None and live.sent:
-                    self.drop(live)
+                    self.drop(live, finished=True)
                     live.push(_aborted(live))
         if message.utility_output is not None:
             self._answer(message.utility_output)
@@ -285,7 +330,7 @@ class Registry:
         for live in list(self._live.values()):
             self.drop(live)
             if live.sent and live.engine.death is None:
-                told.setdefault(live.engine, []).append(live.request_id)
+                told.setdefault(live.engine, []).append(live.wire_id)
             live.fail(error(message))
         for call in list(self._calls.values()):
             self.forget(call)
@@ -303,6 +348,16 @@ def request_id_of(request: Any) -> str:
     if type(request_id) is not str:
         raise SchemaError(f"expected a str, got a {type(request_id).__qualname__}", path="$.request_id")
     return request_id
+
+
+def _check_length(length: int, request: Any, engine: Engine) -> None:
+    """Refuse a prompt that the model has no room for. The engine does not look, and dies of one (measured with vLLM 0.32)."""
+    if length > engine.longest_prompt:
+        why = f"{engine.name} takes prompts of at most {engine.longest_prompt} tokens (max_model_len), got {length}"
+        raise SchemaValueError(why, path="$.prompt_token_ids")
+    if request.sampling_params is not None:
+        why = f"a prompt of {length} tokens fills {engine.name}'s max_model_len, and leaves no room for one to be generated"
+        raise SchemaValueError(why, path="$.prompt_token_ids")
 
 
 def _aborted(live: Live) -> EngineCoreOutput:
