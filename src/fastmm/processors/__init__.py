@@ -16,9 +16,11 @@ from .extensions import check_schema, decode_extensions, is_multimodal, is_prese
 from .hashes import apply_caller_hashes, caller_hash
 from .hf import HfProcessor
 from .media import measure_pixels, open_image, resolve_media
+from .pool import ProcessorPool
 from .registry import available_processors, load_processor
 from .request import to_features, to_request
 from .run import process_work
+from .store import ResultStore
 from .validate import validate_processed
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "Processed",
     "ProcessedItem",
     "Processor",
+    "ProcessorPool",
+    "ResultStore",
     "Tokenizer",
     "Work",
     "apply_caller_hashes",
