@@ -55,7 +55,7 @@ def test_the_demos_output_has_the_rows_that_the_demo_prints() -> None:
         "inplace": True,
         "kernel": "avx512",
         "tensors": "wire",
-        "milliseconds": {"cast": 1.0, "encode": 1.0, "send": 1.0, "decode": 1.0},
+        "milliseconds": {"cast": 1.0, "encode": 1.0, "decode": 1.0, "arrive": 1.0, "answer": 1.0},
         "rounds": 5,
         "processes": [1, 2],
         "pictures": [{"path": "a.png", "largest_difference": 1}],

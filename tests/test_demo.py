@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.bare_client import BareClient
 
 import fastmm
 from fastmm.cli import front_end, main
@@ -84,7 +85,8 @@ def test_the_patches_are_viewed_where_they_lie_and_nothing_large_is_copied(tmp_p
     assert report["reference"] == "converted by integer arithmetic"
     assert report["values"] == 1176 * 1176
     assert report["equal"] is True
-    assert set(report["milliseconds"]) == {"cast", "encode", "send", "decode"}
+    assert set(report["milliseconds"]) == {"cast", "encode", "decode", "arrive", "answer"}
+    assert report["nbytes_in_flight"] == 0
     assert report["processes"][0] != report["processes"][1]
 
 
@@ -307,19 +309,40 @@ def test_a_second_process_that_ends_early_is_one_clear_line_and_exit_1(
     monkeypatch.setattr(sys, "executable", "false")
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "chelsea", "--tensors", "wire"]) == 1
-    assert "the other process ended before it answered" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "the second process ended before it was ready, with exit status 1" in err
+    assert err.count("\n") == 1
 
 
 def test_frames_lost_on_the_way_are_one_clear_line_and_exit_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    send = front_end.SecondProcess.send
-    monkeypatch.setattr(front_end.SecondProcess, "send", lambda self, frames: send(self, frames[:-1]))
+    send = front_end.AsyncEngineClient._send_request
+    monkeypatch.setattr(
+        front_end.AsyncEngineClient, "_send_request", lambda self, live, frames: send(self, live, list(frames)[:-1])
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "chelsea", "--tensors", "wire"]) == 1
     err = capsys.readouterr().err
     assert "the second process could not use the request: DecodeError: $.mm_features[0].data['pixel_values']" in err
     assert err.count("\n") == 1
+
+
+def test_the_second_process_does_not_outlive_its_front_end(tmp_path: Path) -> None:
+    image.new("RGB", (64, 64), (1, 2, 3)).save(tmp_path / "a.png")
+    client = BareClient(tmp_path)
+    settings = {
+        "photographs": [str(tmp_path / "a.png")],
+        "pictures": [str(tmp_path / "b.png")],
+        "request_id": "demo",
+        "dtype": "bfloat16",
+        "tensors": "wire",
+        "handshake": client.address,
+    }
+    with subprocess.Popen([sys.executable, "-m", "fastmm.cli.painter", json.dumps(settings)]) as painter:
+        client.greet()
+        client.close()  # as the kernel does for a process that is killed
+        assert painter.wait(60) == 0
 
 
 def test_load_leaves_the_file_as_it_was(tmp_path: Path) -> None:

@@ -1,28 +1,26 @@
-"""The demo's first process: makes the request, encodes and sends it, and hears what the second process made of it."""
+"""The demo's first process: makes the request, has a client send it to the second process, and hears what that made of it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
-import msgpack
 import numpy as np
 
 import fastmm
-from fastmm.schema import EngineCoreRequestType
-from fastmm.transport import bind_router, engine_identity, private_directory, receive_frames, send_frames
+from fastmm.transport import AsyncEngineClient
 
 from .errors import CommandError
 from .photograph import Photograph
 from .report import milliseconds
-from .request import RANK, REHEARSAL, bytes_of, leaf_of, request_for
+from .request import REHEARSAL, bytes_of, leaf_of, request_for
 
 NEVER_A_FRAME = 1 << 62  # a threshold that no tensor reaches
 # The second process imports torch, which takes long on a busy machine with cold disks.
@@ -31,36 +29,29 @@ PATIENCE_S = 120.0
 ROUNDS = 5
 
 
-class SecondProcess:
-    """The painter, from the front end's side."""
-
-    def __init__(self, socket: Any, process: subprocess.Popen[bytes]) -> None:
-        self.socket = socket
-        self.process = process
-
-    def send(self, frames: Sequence[Any]) -> None:
-        send_frames(self.socket, [engine_identity(RANK), EngineCoreRequestType.ADD.value, *frames])
-
-    def hear(self) -> dict[str, Any]:
-        _identity, answer = receive_frames(self.socket, PATIENCE_S, lambda: self.process.poll() is None)
-        heard: dict[str, Any] = msgpack.unpackb(answer.bytes)
-        if "failed" in heard:
-            raise CommandError(f"the second process could not use the request: {heard['failed']}", exit_code=1)
-        return heard
-
-
-@contextmanager
-def second_process(settings: dict[str, Any]) -> Iterator[SecondProcess]:
-    """Start the painter; it has ended when the block has, by itself or not."""
-    with private_directory() as directory:
-        path = directory / "front-end"
-        command = [sys.executable, "-m", "fastmm.cli.painter", json.dumps({**settings, "socket": str(path)})]
-        with bind_router(path) as socket, subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
-            try:
-                yield SecondProcess(socket, process)
-            except BaseException:
-                process.kill()
-                raise
+@asynccontextmanager
+async def second_process(client: AsyncEngineClient, settings: dict[str, Any]) -> AsyncIterator[int]:
+    """Start the painter, and the client when the painter is there: its process id. It has ended when the block has."""
+    told = json.dumps({**settings, "handshake": client.bind()})
+    command = [sys.executable, "-m", "fastmm.cli.painter", told]
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+    try:
+        ended, started = asyncio.ensure_future(process.wait()), asyncio.ensure_future(client.start())
+        done, _ = await asyncio.wait([ended, started], return_when=asyncio.FIRST_COMPLETED)
+        if started not in done:
+            await client.close()
+            await asyncio.wait([started])
+            started.exception()  # that it was closed
+            raise CommandError(f"the second process ended before it was ready, with exit status {ended.result()}", exit_code=1)
+        await started
+        yield process.pid
+        await client.close()  # the painter then ends by itself
+        await ended
+    finally:
+        await client.close()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def exchange(
@@ -80,26 +71,42 @@ def exchange(
     report, frames
         What both sides saw and measured, and the message itself.
     """
+    return asyncio.run(exchange_async(photographs, settings, inplace, inline))
+
+
+async def exchange_async(
+    photographs: Sequence[Photograph], settings: dict[str, Any], inplace: bool, inline: bool
+) -> tuple[dict[str, Any], list[Any]]:
     dtype, tensors = settings["dtype"], settings["tensors"]
-    encoder = fastmm.Encoder(dtype=dtype, inplace=inplace, threshold=NEVER_A_FRAME if inline else None)
+    threshold = NEVER_A_FRAME if inline else None
+    # The client casts to the dtype that the engine says is its own. This encoder does what the client's does, to be looked at.
+    client = AsyncEngineClient(startup_timeout=PATIENCE_S, inplace=inplace, threshold=threshold)
+    encoder = fastmm.Encoder(dtype=dtype, inplace=inplace, threshold=threshold)
     times: list[dict[str, int]] = []
-    with second_process(settings) as painter:
-        painter.hear()  # it is ready
+    async with second_process(client, settings) as painter:
         for name in [REHEARSAL] * ROUNDS + [settings["request_id"]]:
             request = request_for(photographs, name, tensors)  # a new one each time: a cast in place can be done once
             spent = {"cast": cast_alone_ns(request, dtype, inplace, tensors)}
             before = encoder.counters
             begun_ns = time.monotonic_ns()
             frames = encoder.encode(request)
-            sent_ns = time.monotonic_ns()
-            spent["encode"] = sent_ns - begun_ns
-            painter.send(frames)
-            heard = painter.hear()
-            spent["send"] = heard["received_ns"] - sent_ns  # the monotonic clock is one for both processes
+            spent["encode"] = time.monotonic_ns() - begun_ns
+            frames_kept = request, frames
+
+            request = request_for(photographs, name, tensors)
+            begun_ns = time.monotonic_ns()
+            async for output in client.generate(request):
+                if output.error is not None:
+                    raise CommandError(f"the second process could not use the request: {output.error.message}", exit_code=1)
+            spent["answer"] = time.monotonic_ns() - begun_ns
+            heard = await client.call_utility("report", timeout=PATIENCE_S)
+            spent["arrive"] = heard["received_ns"] - begun_ns  # the monotonic clock is one for both processes
             spent["decode"] = heard["decode_ns"]
             times.append(spent)
+        await client.ledger.await_done(PATIENCE_S)
     times = times[1:]  # the first is to warm up
     after = encoder.counters
+    request, frames = frames_kept
     report = {
         "request_id": request.request_id,
         "prompt_tokens": len(request.prompt_token_ids or ()),
@@ -113,7 +120,8 @@ def exchange(
         "nbytes_viewed": after["nbytes_viewed"] - before["nbytes_viewed"],
         "nbytes_copied": after["nbytes_copied"] - before["nbytes_copied"],
         "nbytes_cast": after["nbytes_cast"] - before["nbytes_cast"],
-        "processes": (os.getpid(), painter.process.pid),
+        "nbytes_in_flight": client.ledger.counters["inflight_nbytes"],
+        "processes": (os.getpid(), painter),
         "rounds": len(times),
         "milliseconds": {step: milliseconds(statistics.median(spent[step] for spent in times)) for step in times[0]},
         **{name: heard[name] for name in ("pictures", "values", "differing", "faults", "reference")},

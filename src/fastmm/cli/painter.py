@@ -1,6 +1,6 @@
 """The demo's second process: receives the request, compares it, and paints the pictures back from what it received.
 
-It stands where an engine stands: a DEALER that connects, and decodes the frames it is sent. Run by ``fastmm demo``, as
+It stands where an engine stands: an `EngineServer` that decodes what a client sends it. Run by ``fastmm demo``, as
 ``python -m fastmm.cli.painter``, with one argument: the settings, as JSON.
 """
 
@@ -13,19 +13,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 import fastmm
-from fastmm.transport import connect_dealer, receive_frames, send_frames
+from fastmm.schema import FinishReason
+from fastmm.transport import Add, EngineServer, UtilityCall
 
 from .errors import CommandError
 from .photograph import Photograph, load_photograph, pixels_of
-from .request import RANK, REHEARSAL, bytes_of, request_for
+from .request import REHEARSAL, bytes_of, request_for
 from .verdict import compare
 
-# A front end that says nothing for so long is gone, and its second process must not outlive it for ever.
+# A front end that says nothing for so long is gone.
 PATIENCE_S = 120.0
+# One that was there and has left is not waited for: this process has nothing else to do.
+GONE_AFTER_S = 0.0
+
+
+class TimedDecoder:
+    """Decodes, and notes when the frames were there and how long it took."""
+
+    def __init__(self, tensors: str) -> None:
+        self._decoder = fastmm.Decoder(tensors=tensors)
+        self.times: dict[str, int] = {}
+
+    def decode(self, frames: Any) -> fastmm.EngineCoreRequest:
+        received_ns = time.monotonic_ns()
+        request: fastmm.EngineCoreRequest = self._decoder.decode(frames)
+        self.times = {"received_ns": received_ns, "decode_ns": time.monotonic_ns() - received_ns}
+        return request
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,22 +49,28 @@ def main(argv: Sequence[str]) -> int:
     # It reads the photographs itself: what it compares with has never been near the sender's memory or the wire.
     photographs = [load_photograph(Path(path)) for path in settings["photographs"]]
     expected = request_for(photographs, settings["request_id"], settings["tensors"])
-    decoder = fastmm.Decoder(tensors=settings["tensors"])
-    with connect_dealer(Path(settings["socket"]), RANK) as socket:
-        send_frames(socket, [msgpack.packb({"status": "READY"})])
-        report: dict[str, Any] = {}
-        while "values" not in report:
-            _kind, *frames = receive_frames(socket, PATIENCE_S)
-            received_ns = time.monotonic_ns()
-            try:
-                request = decoder.decode(frames)
-                report = {"received_ns": received_ns, "decode_ns": time.monotonic_ns() - received_ns}
-                if request.request_id != REHEARSAL:
-                    report["pictures"] = paint(request, photographs, [Path(path) for path in settings["pictures"]])
-                    report |= compare(request, expected, settings["dtype"], settings["tensors"])
-            except (fastmm.FastmmError, OSError) as error:
-                report = {"failed": f"{type(error).__name__}: {error}", "values": 0}
-            send_frames(socket, [msgpack.packb(report)])
+    decoder = TimedDecoder(settings["tensors"])
+    report: dict[str, Any] = {}
+    engine = EngineServer(
+        settings["handshake"], ready={"dtype": settings["dtype"]}, local=True, decoder=decoder, patience=GONE_AFTER_S
+    )
+    engine.connect(PATIENCE_S)
+    with engine:
+        for event in engine:
+            if isinstance(event, Add):
+                request = event.request
+                try:
+                    report = dict(decoder.times)
+                    if request.request_id != REHEARSAL:
+                        report["pictures"] = paint(request, photographs, [Path(path) for path in settings["pictures"]])
+                        report |= compare(request, expected, settings["dtype"], settings["tensors"])
+                except (fastmm.FastmmError, OSError) as error:
+                    engine.fail_request(request.request_id, f"{type(error).__name__}: {error}", event.client_index)
+                else:
+                    done = fastmm.EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.STOP)
+                    engine.send_output(done, event.client_index)
+            elif isinstance(event, UtilityCall):
+                engine.send_utility_result(event, report)
     return 0
 
 

@@ -62,8 +62,9 @@ def rows_of(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if casting:
         yield "  cast", f"{spent['cast']:.3f} ms, alone, on a copy that is warm in the caches"
     yield "  encode", f"{spent['encode']:.3f} ms" + (", the cast included" if casting else "")
-    yield "  send", f"{spent['send']:.3f} ms, over ipc, until process {report['processes'][1]} had every frame"
     yield "  decode", f"{spent['decode']:.3f} ms"
+    yield "  arrive", f"{spent['arrive']:.3f} ms, from generate() until process {report['processes'][1]} had every frame"
+    yield "  answer", f"{spent['answer']:.3f} ms, from generate() until its answer was here"
     for picture in report["pictures"]:
         level = picture["largest_difference"]
         yield "painted", f"{picture['path']}, at most {level} of 255 grey levels from the photograph"

@@ -21,7 +21,6 @@ WORDS = (74785, 419, 6548, 13)
 
 TENSORS = ("torch", "numpy", "wire")
 
-RANK = 0  # the second process stands where the engine of this rank would
 REHEARSAL = "rehearsal"  # a request of this name is decoded and timed, and that is all
 
 

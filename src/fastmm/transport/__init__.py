@@ -4,8 +4,6 @@ from .aio import AsyncEngineClient, AsyncOutputs
 from .client import EngineClient, Outputs
 from .handshake import Addresses, EngineInfo
 from .lifetime import Ledger, Ticket
-from .message import bind_router, connect_dealer, engine_identity, receive_frames, send_frames
-from .private import private_directory
 from .server import Abort, Add, EngineServer, StartWave, UtilityCall
 
 __all__ = [
@@ -22,10 +20,4 @@ __all__ = [
     "StartWave",
     "Ticket",
     "UtilityCall",
-    "bind_router",
-    "connect_dealer",
-    "engine_identity",
-    "private_directory",
-    "receive_frames",
-    "send_frames",
 ]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import zmq
 
@@ -68,6 +68,13 @@ class Abort(NamedTuple):
 Event = Add | Abort | UtilityCall | StartWave
 
 
+class ReadsRequests(Protocol):
+    """What `EngineServer` asks of a decoder."""
+
+    def decode(self, frames: Any, /) -> Any:
+        """The request in the frames behind the type's, or a `DecodeError`."""
+
+
 class EngineServer:
     """An engine's sockets: requests come in as typed events, outputs go out.
 
@@ -109,7 +116,7 @@ class EngineServer:
         ready: Mapping[str, Any] | None = None,
         local: bool = False,
         headless: bool = True,
-        decoder: Decoder | None = None,
+        decoder: ReadsRequests | None = None,
         encoder: Encoder | None = None,
         max_inflight_nbytes: int = 1 << 30,
         patience: float | None = 5.0,
@@ -121,7 +128,7 @@ class EngineServer:
         self.ledger = Ledger(max_inflight_nbytes)
         self.addresses: Addresses | None = None
         """Where the clients are, from `connect` on."""
-        self._decoder = decoder if decoder is not None else Decoder(EngineCoreRequest)
+        self._decoder: ReadsRequests = decoder if decoder is not None else Decoder(EngineCoreRequest)
         self._encoder = encoder if encoder is not None else Encoder()
         self._patience = patience
         self._linger_ms = int(linger * 1000)
