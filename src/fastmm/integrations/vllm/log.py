@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.fastmm")
 FIRST = 20  # a message of one kind is logged so often in full, then at each power of ten
 _times: dict[str, int] = {}
 _QUOTED = re.compile(r"'([^']*)'?")
-_NAME = re.compile(r"[\w.<>|=-]{0,40}")
+_NAME = re.compile(r"[\w.<>|=\\-]{0,40}")
 
 
 def warn(kind: str, text: str, *arguments: object) -> None:
