@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,11 @@ def assert_same_types(a: Any, b: Any, path: str) -> None:
         for name in a.__struct_fields__:
             assert_same_types(getattr(a, name), getattr(b, name), f"{path}.{name}")
     attributes, others = getattr(a, "__dict__", {}), getattr(b, "__dict__", {})
+    if dataclasses.is_dataclass(a):  # a field that was left out may have its default in the class
+        names = {field.name for field in dataclasses.fields(a)}
+        assert set(attributes) - names == set(others) - names, path
+        attributes, others = ({name: getattr(x, name) for name in names} for x in (a, b))
     assert list(attributes) == list(others), f"{path}: attributes {list(attributes)} against {list(others)}"
     for name in attributes:
-        if not name.startswith("__") and type(a).__module__.startswith("vllm"):
+        if type(a).__module__.startswith("vllm"):
             assert_same_types(attributes[name], others[name], f"{path}.{name}")

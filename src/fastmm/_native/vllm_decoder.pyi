@@ -10,7 +10,9 @@ def adopt_classes(
 @disjoint_base
 class VllmDecoder:
     aux_buffers: Any
-    oob_tensor_provider: Any
+    share_mem: bool
+    pin_tensors: bool
+    oob_tensor_provider: Callable[[str, tuple[int, ...], dict[str, Any]], Any] | None
     def __init__(
         self,
         read: Callable[[Any], Any],
@@ -20,9 +22,6 @@ class VllmDecoder:
         ids: tuple[int, str] | None = None,
         features: tuple[int, str] | None = None,
         feature: type | None = None,
-        share_mem: bool = True,
-        pin: bool = False,
-        provider: Callable[[str, tuple[int, ...], dict[str, Any]], Any] | None = None,
         tensor_class: type | None = None,
         array_class: type | None = None,
     ) -> None: ...

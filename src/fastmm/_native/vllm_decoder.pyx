@@ -30,7 +30,6 @@ from .decode_state cimport (
     STEP_FIELD,
     DecodeState,
     FrameView,
-    OwnRule,
     Step,
     enter,
     fail,
@@ -91,9 +90,14 @@ cdef class VllmDecoder:
         ``(1, "prompt_token_ids")``, or None.
     feature
         The class of a feature, known by `adopt_classes`.
-    share_mem, pin
+    tensor_class, array_class
+        What torch's tensors and numpy's arrays are.
+
+    Attributes
+    ----------
+    share_mem, pin_tensors
         Tensors of aux frames view them; or own their memory, which is pinned if so asked.
-    provider
+    oob_tensor_provider
         As for `Decoder`.
     """
 
@@ -105,15 +109,16 @@ cdef class VllmDecoder:
     cdef Py_ssize_t features_offset  # of their slot
     cdef object ids_name
     cdef object features_name
-    cdef OwnRule own
-    cdef object provider
+    cdef public bint share_mem
+    cdef public bint pin_tensors
+    cdef public object oob_tensor_provider
     cdef DecodeState* state  # of the message that is open, or NULL
     cdef tuple parts  # its frames, or what somebody put there
     cdef object tensor_class
     cdef object array_class
 
-    def __init__(self, read, of_type, *, whole=None, ids=None, features=None, feature=None, share_mem=True, pin=False,
-                 provider=None, tensor_class=None, array_class=None):
+    def __init__(self, read, of_type, *, whole=None, ids=None, features=None, feature=None,
+                 tensor_class=None, array_class=None):
         self.read = read
         self.whole = NULL if whole is None else decode_plan_of(whole)
         self.ids_index, self.ids_name = (-1, None) if ids is None else ids
@@ -122,8 +127,6 @@ cdef class VllmDecoder:
         if features is not None:
             self.features = decode_plan_of(list[feature])
             self.features_offset = slot_offset(<PyTypeObject*>of_type, class_attribute(of_type, self.features_name))
-        self.own = OWN_NOT if share_mem else OWN_PINNED if pin else OWN_TORCH
-        self.provider = provider
         self.parts = ()
         self.tensor_class = tensor_class
         self.array_class = array_class
@@ -136,15 +139,6 @@ cdef class VllmDecoder:
     @aux_buffers.setter
     def aux_buffers(self, frames):
         self.parts = tuple(frames)
-
-    @property
-    def oob_tensor_provider(self):
-        """Called as ``provider(dtype, shape, meta)`` for a tensor that travels outside the message, or None."""
-        return self.provider
-
-    @oob_tensor_provider.setter
-    def oob_tensor_provider(self, provider):
-        self.provider = provider
 
     def decode(self, bufs):
         """Decode one message: its frames, or its main frame alone."""
@@ -237,7 +231,8 @@ cdef class VllmDecoder:
             nothing.data = NULL
             nothing.nbytes = 0
             state_start(&alone, &nothing, 1, path)
-            alone.provider = <PyObject*>self.provider if self.provider is not None else NULL
+            provider = self.oob_tensor_provider
+            alone.provider = <PyObject*>provider if provider is not None else NULL
             s = &alone
         s.family = family
         s.torch_only = family == FAMILY_EXCHANGE
@@ -251,10 +246,10 @@ cdef class VllmDecoder:
         cdef Step path[MAX_DEPTH + 2]
         cdef DecodeState s
         cdef Py_ssize_t i
-        provider = self.provider
+        provider = self.oob_tensor_provider
         state_start(&s, views, nframes, path)
         s.torch_only = True
-        s.own = self.own
+        s.own = OWN_NOT if self.share_mem else OWN_PINNED if self.pin_tensors else OWN_TORCH
         s.provider = <PyObject*>provider if provider is not None else NULL
         self.state = &s
         try:

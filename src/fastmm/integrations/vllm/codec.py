@@ -76,21 +76,24 @@ class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
             self.decoder.decode,
             t,
             **(_cuts(t) if own_hooks else {}),
-            share_mem=share_mem,
-            pin=self.pin_tensors,
-            provider=oob_tensor_provider,
             tensor_class=torch.Tensor,
             array_class=np.ndarray,
         )
 
     def another(self) -> MsgpackDecoder:
         """A decoder with the same options, for a message that comes while one is open."""
-        return type(self)(*self._options)
+        twin = type(self).__new__(type(self))
+        MsgpackDecoder.__init__(twin, *self._options)
+        twin.share_mem, twin.pin_tensors = self.share_mem, self.pin_tensors
+        twin.oob_tensor_provider = self.oob_tensor_provider
+        return twin
 
     def refusal(self, error: Exception) -> Exception | None:
         """What is raised in place of an error; None for the error itself."""
-        if isinstance(error, (msgspec.DecodeError, MemoryError)):
+        if isinstance(error, (msgspec.DecodeError, MemoryError, OSError)):
             return None
+        if isinstance(error, RuntimeError) and not isinstance(error, (RecursionError, NotImplementedError)):
+            return None  # no room for pinned memory, and the like: nothing is wrong with the message
         if isinstance(error, FastmmError):
             return MalformedMessageError(
                 error.message, path=error.path, frame=getattr(error, "frame", None), offset=getattr(error, "offset", None)
