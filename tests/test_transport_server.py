@@ -94,7 +94,7 @@ def test_outputs_and_answers_reach_the_client_they_are_for(tmp_path: Path) -> No
 
 
 def broken_messages() -> list[tuple[str, list[Any], str]]:
-    """What, the message, and what becomes of it: ``failed`` where its id can be read, else ``dropped``."""
+    """What, the message, and what becomes of it: ``failed`` where its id can be read, ``answered`` for a call, else ``dropped``."""
     main, aux = (bytes(memoryview(frame)) for frame in request_frames("an-id", image=True))
     text = bytes(memoryview(request_frames("an-id")[0]))
     unpacked = msgpack.unpackb(text)
@@ -126,8 +126,12 @@ def broken_messages() -> list[tuple[str, list[Any], str]]:
         ("an empty message", [b""], "dropped"),
         ("an abort of numbers", [ABORT, b"\x91\x01"], "dropped"),
         ("an abort without ids", [ABORT], "dropped"),
-        ("a utility call of three", [UTILITY, b"\x93\x00\x01\xa1x"], "dropped"),
-        ("a utility call of nobody", [UTILITY, *utility_message(4, 1, "x")], "dropped"),
+        ("a utility call of three", [UTILITY, b"\x93\x00\x05\xa1x"], "answered"),
+        ("a utility call of nobody", [UTILITY, *utility_message(4, 5, "x")], "answered"),
+        ("a utility call cut short", [UTILITY, *[frame[:-1] for frame in utility_message(1, 5, "x")]], "answered"),
+        ("a utility call of no id", [UTILITY, b"\x94\x00\xa1x\xa1x\x90"], "dropped"),
+        ("a utility call of nothing", [UTILITY, b"\x91\x00"], "dropped"),
+        ("a utility call of no frame", [UTILITY], "dropped"),
         ("a wave that is none", [WAVE, b"\xc0"], "dropped"),
     ]
 
@@ -142,7 +146,10 @@ def test_a_broken_message_costs_that_message_only(what: str, message: list[Any],
         event = engine.get(PATIENCE_S)
         assert isinstance(event, Add)
         assert event.request.request_id == "the-next-one"
-        assert {name: engine.counters[name] for name in ("failed", "dropped")} == {"failed": 0, "dropped": 0} | {becomes: 1}
+        assert {name: engine.counters[name] for name in ("failed", "dropped")} == {
+            "failed": int(becomes != "dropped"),
+            "dropped": int(becomes == "dropped"),
+        }
         assert engine.last_fault is not None
         if becomes == "failed":
             outputs = client.hear(1)  # its sender's, whatever the message says
@@ -155,6 +162,10 @@ def test_a_broken_message_costs_that_message_only(what: str, message: list[Any],
                 False,
             )
             assert outputs.finished_requests == {"an-id"}
+        elif becomes == "answered":
+            answer = client.hear(1).utility_output
+            assert answer is not None
+            assert (answer.call_id, answer.failure_message, answer.result) == (5, engine.last_fault, None)
         assert not client.outputs[0].poll(0)
 
 

@@ -57,3 +57,17 @@ def salvage_request(main: bytes | bytearray | memoryview, client_index_position:
     if type(index) is not int or not 0 <= index < _MOST_CLIENTS:
         return Salvaged(request_id, None)
     return Salvaged(request_id, index)
+
+
+def salvage_call_id(main: bytes | bytearray | memoryview) -> int | None:
+    """Read the id of a broken utility call, under which its caller waits; None where it cannot be read. Never raises."""
+    try:
+        unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
+        unpacker.feed(main)
+        if unpacker.read_array_header() < 2:
+            return None
+        unpacker.skip()
+        call_id = unpacker.unpack()
+    except Exception:
+        return None
+    return call_id if type(call_id) is int else None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 
 from ..codec import Decoder, Encoder
-from ..errors import DecodeError, Overloaded, PeerClosed, TransportError, TransportTimeout
+from ..errors import DecodeError, PeerClosed, TransportError, TransportTimeout
 from ..schema import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -40,7 +40,7 @@ from .control import (
 )
 from .handshake import Addresses, EngineHandshake
 from .lifetime import Ledger, nbytes_of
-from .salvage import salvage_request
+from .salvage import salvage_call_id, salvage_request
 
 __all__ = ["Abort", "Add", "EngineServer", "StartWave", "UtilityCall"]
 
@@ -105,7 +105,7 @@ class EngineServer:
     Notes
     -----
     A message that cannot be read costs that message only: a request whose id can still be read is answered as failed
-    (``finish_reason`` ERROR, with a `RequestError`), anything else is dropped. `counters` has both.
+    (``finish_reason`` ERROR, with a `RequestError`), and so is a utility call; anything else is dropped. `counters` has both.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class EngineServer:
             finally:
                 socket.close()
         except BaseException:
-            self.close()
+            self._let_go()
             raise
 
     def _connect_clients(self, addresses: Addresses) -> None:
@@ -229,6 +229,9 @@ class EngineServer:
     def close(self) -> None:
         """Close the sockets; what is still to leave has `linger` seconds. Called by the thread that receives."""
         self._stopped.set()
+        self._let_go()
+
+    def _let_go(self) -> None:
         with self._send_lock, self._monitor_lock:
             context, self._context = self._context, None
             if context is None:
@@ -237,6 +240,7 @@ class EngineServer:
                 socket.disable_monitor()
             for socket in (*self._monitors, *self._inputs, *self._outputs):
                 socket.close()
+            self._inputs, self._outputs, self._monitors, self._poller = [], [], [], zmq.Poller()
         context.term()
 
     # --- what comes in -------------------------------------------------------------------------------------------------
@@ -297,6 +301,8 @@ class EngineServer:
                 event = self._read(frames, index)
                 if event is not None:
                     return event
+                if time.monotonic() >= deadline:  # broken messages may come faster than they can be read
+                    return None
                 break
             else:
                 self._look_at_monitors()
@@ -356,17 +362,23 @@ class EngineServer:
 
     def _fail(self, frames: Sequence[zmq.Frame], index: int, kind: EngineCoreRequestType | None, error: Exception) -> None:
         self.last_fault = f"{type(error).__name__}: {error}"
-        request_id = None
+        # Told is the client whose socket it came from: what the broken message says of that may be part of the damage.
+        told = None
         if kind is EngineCoreRequestType.ADD and len(frames) > 1:
             request_id = salvage_request(frames[1].buffer).request_id
-        if request_id is None:
+            if request_id is not None:
+                told = _failed_request(request_id, RequestError("validation_error", self.last_fault))
+        elif kind is EngineCoreRequestType.UTILITY and len(frames) > 1:
+            call_id = salvage_call_id(frames[1].buffer)
+            if call_id is not None:
+                told = EngineCoreOutputs(utility_output=UtilityOutput(call_id, self.last_fault))
+        if told is None:
             self._counts["dropped"] += 1
             return
         self._counts["failed"] += 1
         try:
-            # To the client whose socket it came from: what the broken message says of that may be part of the damage.
-            self.fail_request(request_id, self.last_fault, index, wait=False)
-        except (Overloaded, TransportError) as unsent:
+            self.send_outputs(told, index, wait=False)
+        except TransportError as unsent:
             self.last_fault += f" (and its sender could not be told: {unsent})"
 
     # --- what goes out -------------------------------------------------------------------------------------------------
@@ -403,12 +415,9 @@ class EngineServer:
         *,
         code: str = "validation_error",
         retryable: bool = False,
-        wait: bool = True,
     ) -> None:
         """Say that a request has failed while the engine lives on."""
-        error = RequestError(code=code, message=message, retryable=retryable)
-        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
-        self.send_outputs(EngineCoreOutputs(outputs=[output], finished_requests={request_id}), client_index, wait=wait)
+        self.send_outputs(_failed_request(request_id, RequestError(code, message, retryable)), client_index)
 
     def send_utility_result(self, call: UtilityCall, result: Any = None, *, failure: str | None = None) -> None:
         """Answer a utility call: with a result, or with why it failed."""
@@ -423,6 +432,8 @@ class EngineServer:
                     socket.send(ENGINE_CORE_DEAD)
 
     def _send(self, frames: list[Any], client_index: int, wait: bool, timeout: float | None) -> None:
+        if self._context is None:
+            raise TransportError("expected an engine server that is connected")
         if not 0 <= client_index < len(self._outputs):
             raise TransportError(f"expected the index of a client below {len(self._outputs)}, got {client_index}")
         nbytes = nbytes_of(frames)
@@ -439,7 +450,7 @@ class EngineServer:
                 if self._gone(client_index):
                     raise PeerClosed(f"client {client_index} of engine {self.rank} has gone") from None
         with self._send_lock:
-            if self._context is None:
+            if self._context is None:  # closed meanwhile
                 raise TransportError("expected an engine server that is connected")
             self._outputs[client_index].send_multipart(ticket.parcels(frames), copy=False)
             self._counts["sent"] += 1
@@ -454,3 +465,8 @@ class EngineServer:
         """``adds``, ``aborts``, ``utilities``, ``waves`` (messages read), ``failed`` (broken requests that were answered),
         ``dropped`` (messages that nobody could be told of), ``sent``, and those of the ledger."""
         return {**self._counts, **self.ledger.counters}
+
+
+def _failed_request(request_id: str, error: RequestError) -> EngineCoreOutputs:
+    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+    return EngineCoreOutputs(outputs=[output], finished_requests={request_id})
