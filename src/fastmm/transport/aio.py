@@ -20,6 +20,7 @@ import zmq
 
 from ..errors import Overloaded, TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
+from .connection import receive_frames
 from .core import ClientCore, copied
 from .lifetime import Ticket, nbytes_of
 from .registry import Call, Engine, Live, request_id_of
@@ -458,7 +459,7 @@ class AsyncEngineClient(ClientCore):
         output = self._bound().output
         for _ in range(limit):
             try:
-                frames = output.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = receive_frames(output, zmq.NOBLOCK)
             except zmq.Again:
                 return False
             self._take(frames, time.monotonic())

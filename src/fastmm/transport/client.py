@@ -16,6 +16,7 @@ import zmq
 
 from ..errors import TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
+from .connection import receive_frames
 from .core import ClientCore, copied
 from .lifetime import Ticket, nbytes_of
 from .registry import Call, Engine, Live, request_id_of
@@ -360,7 +361,7 @@ class EngineClient(ClientCore):
         """Take what lies in the socket; whether there may be more."""
         for _ in range(_AT_ONCE):
             try:
-                frames = output.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = receive_frames(output, zmq.NOBLOCK)
             except zmq.Again:
                 return False
             with self._lock:

@@ -9,6 +9,8 @@ both, and the monitor says so within a millisecond, on ipc and TCP alike (measur
 from __future__ import annotations
 
 import contextlib
+import os
+import socket as stdlib_socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,10 @@ __all__ = ["Connection", "Watch"]
 
 # A monitor's first frame: the event, and its value, here a file descriptor.
 _EVENT = struct.Struct("=Hi")
+# Frames from this size on are sent without a copy: pyzmq's copy_threshold.
+COPIED_NBYTES = 65536
+# The kernel's room in an ipc connection to an engine.
+_ROOM_NBYTES = 1 << 20
 # How often a wait looks whether it was called off.
 _LOOK_EVERY_S = 0.05
 
@@ -60,6 +66,7 @@ class Watch:
         fd = descriptor(frame)
         if fd is not None:
             self._inputs[fd] = rank
+            widen(fd)
         self._peers[rank] = peer(frame)
 
     def on_output(self, rank: int, frame: zmq.Frame) -> None:
@@ -238,15 +245,50 @@ class Connection:
         self._sockets = []
 
 
+# What `Socket.send_multipart` and `recv_multipart` come down to; their own way to it costs more than all the rest of a text's
+# round trip (5 to 15 us for three small frames, and under one this way, measured).
+_send = zmq.backend.Socket.send
+_recv = zmq.backend.Socket.recv
+_MORE = int(zmq.SNDMORE)
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
+    """Send a message. ZMQ copies small frames, and keeps large ones until they are sent."""
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        _send(socket, frame, _MORE if index < last else 0, len(frame) < COPIED_NBYTES)
+
+
+def receive_frames(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
+    """Receive a message: the memory that ZMQ received it in."""
+    frame = _recv(socket, flags, False)
+    frames = [frame]
+    while frame.more:
+        frame = _recv(socket, flags, False)
+        frames.append(frame)
+    return frames
+
+
 def waiting(socket: zmq.Socket[bytes], limit: int = 1000) -> Sequence[list[zmq.Frame]]:
     """The messages that lie in a socket, up to so many."""
     messages: list[list[zmq.Frame]] = []
     while len(messages) < limit:
         try:
-            messages.append(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            messages.append(receive_frames(socket, zmq.NOBLOCK))
         except zmq.Again:
             break
     return messages
+
+
+def widen(fd: int) -> None:
+    """Give an ipc connection room for more: a large message then takes fewer turns of its two ends (6% of 2.4 MB, measured).
+
+    TCP sees to that itself, and only as long as nobody else does.
+    """
+    with contextlib.suppress(OSError):
+        with stdlib_socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family == stdlib_socket.AF_UNIX:
+                connection.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_SNDBUF, _ROOM_NBYTES)
 
 
 def disconnected(monitor: zmq.Socket[bytes]) -> list[int]:

@@ -22,7 +22,7 @@ from ..errors import DecodeError, TransportError
 from ..schema import EngineCoreOutputs
 from ..schema.profile import WireProfile, as_profile, profile_of_ready
 from .address import Addressing
-from .connection import Connection, Watch, disconnected
+from .connection import COPIED_NBYTES, Connection, Watch, disconnected, send_frames
 from .control import ABORT, ADD, START_DP_WAVE, UTILITY, abort_message, is_engine_dead, start_dp_wave_message, utility_message
 from .handshake import EngineInfo
 from .lifetime import Ledger
@@ -35,8 +35,6 @@ _log = logging.getLogger("fastmm.transport")
 
 # How long after a connection broke the engine counts as dead: what it had sent before is read first.
 _GRACE_S = 0.05
-# Frames from this size on are sent without a copy: pyzmq's copy_threshold.
-COPIED_NBYTES = 65536
 _CASTS = {"bfloat16", "float16", "float32"}
 # Heartbeats on TCP by default: a host that is lost without a word is noticed within the second number.
 _HEARTBEAT_S = (10.0, 60.0)
@@ -306,7 +304,7 @@ class ClientCore:
     def _send(self, engine: Engine, frames: Sequence[Any]) -> None:
         """Send ``[type, ...]``. Never blocks; raises `EngineDead` where the connection is gone."""
         try:
-            self._bound().input.send_multipart([engine.identity, *frames], copy=False)
+            send_frames(self._bound().input, [engine.identity, *frames])
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self._bury(engine, "its connection is gone")
