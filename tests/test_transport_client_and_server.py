@@ -173,3 +173,15 @@ def test_two_servers_share_the_load_and_each_answer_goes_to_its_asker() -> None:
         assert min(counts) >= 60
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_it_all_works_over_tcp_as_well() -> None:
+    client = EngineClient("tcp://127.0.0.1:0", startup_timeout=PATIENCE_S)
+    address = client.bind()
+    assert address.startswith("tcp://127.0.0.1:")
+    with serving(address, answer_all, ready={"dtype": "bfloat16"}, **DECODER), client:
+        for index in range(20):
+            pixels = np.ones((1, 1 << 20), np.float32)
+            answers = [output.new_token_ids for output in client.generate(request_of(f"r{index}", pixels))]
+            assert answers == [[(0x3F + 0x80) * (1 << 20) % 1000], []]  # 1.0 in bfloat16: 3f80
+        assert client.ledger.wait(PATIENCE_S)

@@ -440,3 +440,50 @@ for _ in range(50):
 atexit.register(lambda: print(ledger.counters["inflight"] >= 0))
 """
     assert in_fresh_process(code).strip() == "True"
+
+
+def test_at_the_end_of_the_process_memory_stays_and_tickets_are_told() -> None:
+    in_fresh_process(
+        """
+import weakref, numpy as np
+from fastmm._native.parcel import keep_memory
+from fastmm.transport.lifetime import Ledger
+ledger, array = Ledger(), np.zeros(100, np.uint8)
+memory = weakref.ref(array)
+ticket = ledger.reserve(100)
+parcels = ticket.parcels([array])
+keep_memory()  # as at exit, before pyzmq drops all it holds
+del array, parcels
+assert ticket.done and memory() is not None
+"""
+    )
+
+
+LEAVING = """
+import sys, zmq, numpy as np
+from fastmm.transport.lifetime import Ledger
+ledger, push = Ledger(), zmq.Context().socket(zmq.PUSH)
+push.sndhwm = 0
+push.connect(sys.argv[1])
+for value in range(1, 21):
+    array = np.full(8 << 20, value, np.uint8)
+    push.send_multipart(ledger.reserve(array.nbytes).parcels([array]), copy=False)
+del array
+"""
+
+
+def test_what_arrives_of_a_process_that_ends_in_the_middle_of_sending_is_whole_and_right(
+    context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    pull = context.socket(zmq.PULL)
+    pull.rcvhwm = 1
+    monitor = pull.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    pull.bind(f"ipc://{tmp_path / 's'}")
+    with subprocess.Popen([sys.executable, "-c", LEAVING, f"ipc://{tmp_path / 's'}"]) as sender:
+        assert sender.wait(60) == 0
+        if monitor.poll(1000):  # it may have ended before it was connected
+            while pull.poll(0):
+                values = np.frombuffer(pull.recv(copy=False).buffer, np.uint8)
+                assert (values == values[0]).all()
+                assert values.size == 8 << 20
+    pull.disable_monitor()

@@ -16,8 +16,9 @@ from .request import TENSORS, choose_tensors
 DTYPES = ("bfloat16", "float16", "float32")
 
 DESCRIPTION = """\
-Cut photographs into the patches that Qwen2-VL takes, make one request of them, cast it to bfloat16, encode it, send it
-over ZMQ to a second process, decode it there, compare every value, and paint the pictures back from what arrived.
+Cut photographs into the patches that Qwen2-VL takes and make one request of them. An AsyncEngineClient casts it to the
+engine's bfloat16, encodes it and sends it over ZMQ; an EngineServer in a second process decodes it. Compare every value
+there, and paint the pictures back from what arrived.
 """
 EPILOG = """\
 examples:
