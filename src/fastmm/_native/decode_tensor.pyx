@@ -74,6 +74,7 @@ cdef enum:
 cdef struct Header:  # what a tensor says of itself
     int dtype  # fmm_dtype_t; FMM_DTYPE_NONE for what only numpy has
     PyObject* descr  # numpy's, held by read_tensor; NULL when the name is torch's
+    PyObject* rare  # torch's, of a type that only torch has, held as well; or NULL
     const uint8_t* name
     uint32_t name_nbytes
     int64_t item_nbytes
@@ -99,8 +100,7 @@ cdef object read_tensor(DecodeState* s, uint32_t nelem):
     if nelem != 3:
         fail(s, at - 1, f"expected a tensor [dtype, shape, data], got an array of {nelem}")
     enter(s)  # the parts of a tensor have no path of their own
-    descr = read_dtype(s, &header)
-    header.descr = <PyObject*>descr if descr is not None else NULL
+    cdef object _held = read_dtype(s, &header)
     read_shape(s, &header)
     if s.reader.cur == s.reader.end:
         fail_truncated(s)
@@ -124,7 +124,7 @@ cdef object read_tensor(DecodeState* s, uint32_t nelem):
 
 
 cdef object read_dtype(DecodeState* s, Header* header):
-    """Fills in the type; returns numpy's where the name is numpy's, else None."""
+    """Fills in the type; returns what the caller must hold meanwhile."""
     cdef const uint8_t* at = s.reader.cur
     cdef fmm_status_t status = fmm_read_str(&s.reader, &header.name, &header.name_nbytes)
     if status:
@@ -134,19 +134,36 @@ cdef object read_dtype(DecodeState* s, Header* header):
 
 cdef object named_dtype(DecodeState* s, Header* header, const uint8_t* at):
     cdef cnp.dtype descr
+    header.descr = header.rare = NULL
     header.dtype = fmm_dtype_from_name(<const char*>header.name, header.name_nbytes)
     if header.dtype != FMM_DTYPE_NONE:
         header.item_nbytes = fmm_dtype_infos[header.dtype].item_nbytes
         header.alignment = header.item_nbytes
         return None
     found = None if s.torch_only else spelt_descr(header.name, header.name_nbytes)
+    if found is None and s.torch_only:
+        return rare_dtype(s, header, at)
     if found is None:
-        fail(s, at, f"expected a dtype such as 'bfloat16'{'' if s.torch_only else " or '<f4'"}, got {shown(header)}")
+        fail(s, at, f"expected a dtype such as 'bfloat16' or '<f4', got {shown(header)}")
     descr = found
     header.item_nbytes = descr.itemsize
     header.alignment = descr.alignment
     header.dtype = fmm_dtype_from_numpy(descr.kind, descr.itemsize)
+    header.descr = <PyObject*>descr
     return descr
+
+
+cdef object rare_dtype(DecodeState* s, Header* header, const uint8_t* at):
+    """One of torch's types that nobody else has (float4_e2m1fn_x2, bits8); what vLLM's decoder takes, but no alias."""
+    import torch
+    name = shown(header)[1:-1]
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or str(found) != f"torch.{name}":
+        fail(s, at, f"expected a dtype such as 'bfloat16', got {shown(header)}")
+    header.item_nbytes = found.itemsize
+    header.alignment = 1
+    header.rare = <PyObject*>found
+    return found
 
 
 cdef str shown(Header* header):
@@ -344,6 +361,9 @@ cdef object make(DecodeState* s, Header* header, void* data, object owner, bint 
             frame = frame_new(data, header.nbytes, owner)
             name = (<const char*>header.name)[:header.name_nbytes].decode("ascii")
             return WireTensor(name, extents(header), frame)
+        if header.rare is not NULL:
+            seen = tensor_make(FAMILY_EXCHANGE, data, FMM_UINT8, 1, &header.nbytes, owner, readonly)
+            return seen.view(<object>header.rare).view(extents(header))
         if header.descr is NULL and s.family == FAMILY_EXCHANGE:
             return tensor_make(FAMILY_EXCHANGE, data, header.dtype, header.ndim, header.shape, owner, readonly)
         descr = header_descr(header)
@@ -373,10 +393,13 @@ cdef object own_tensor(DecodeState* s, Header* header, FrameView* frame):
         s.nbytes_copied += frame.nbytes
         Py_INCREF(own)
         frame.copy = <PyObject*>own
-    return (<object>frame.copy).view(torch_dtype(header.dtype)).view(extents(header))
+    return (<object>frame.copy).view(torch_dtype(header)).view(extents(header))
 
 
-cdef object torch_dtype(int dtype):
+cdef object torch_dtype(Header* header):
+    cdef int dtype = header.dtype
+    if header.rare is not NULL:
+        return <object>header.rare
     if torch_dtypes[dtype] is NULL:
         import torch
         found = getattr(torch, (<bytes>fmm_dtype_infos[dtype].name).decode())
@@ -400,8 +423,7 @@ cdef object tensor_of(DecodeState* s, object triple):
     name, shape, data = triple
     header.name = <const uint8_t*>PyUnicode_AsUTF8AndSize(name, &nbytes)
     header.name_nbytes = <uint32_t>min(nbytes, 0xffff)
-    descr = named_dtype(s, &header, NULL)
-    header.descr = <PyObject*>descr if descr is not None else NULL
+    cdef object _held = named_dtype(s, &header, NULL)
     shape_start(s, &header, len(shape), NULL)
     for axis in range(header.ndim):
         if type(shape[axis]) is not int:

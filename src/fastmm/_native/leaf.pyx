@@ -27,6 +27,8 @@ cdef extern from "fastmm/msgpack_write.h" nogil:
 cdef extern from "fastmm/dtype.h" nogil:
     cdef enum:
         FMM_DTYPE_NONE
+        FMM_INT8
+        FMM_UINT8
         FMM_CLASS_INT
         FMM_CLASS_UINT
         FMM_CLASS_FLOAT
@@ -45,6 +47,8 @@ cdef extern from "Python.h":
 
 cdef extern from "<stdint.h>" nogil:
     const uint64_t UINT32_MAX
+
+cdef object known_bytes = None  # torch.uint8 or torch.int8, whichever came last
 
 cdef enum:
     EXT_RAW_VIEW = 3  # vLLM's ext code of inline tensor data; 1 and 2 are its pickles
@@ -80,6 +84,8 @@ cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode
     cdef bint inline
     cdef int index
     numpy_named = numpy_named and not to_cast
+    if (view.dtype == FMM_INT8 or view.dtype == FMM_UINT8) and plan.producer.family == FAMILY_EXCHANGE:
+        check_bytes(m, obj)
     if mode & FMM_MODE_PAYLOAD and m.payload.target >= 0 and view.dtype == FMM_DTYPE_NONE and view.numpy_kind == c"f":
         fail(m, SchemaError, f"expected a payload that can be cast, got floating numbers of {view.item_nbytes} bytes each")
     count_payload(m, nbytes)
@@ -98,6 +104,18 @@ cdef int write_view(Message m, object obj, Plan plan, TensorView* view, int mode
         fail(m, LimitError, f"expected at most {m.max_frames} aux frames (max_frames)")
     need(m, FMM_WRITE_MAX_NBYTES)
     m.size = fmm_write_uint(m.data + m.size, index) - m.data
+    return 0
+
+
+cdef int check_bytes(Message m, object obj) except -1:
+    """DLPack calls torch's int4 and its like int8, too, for that is what lies in memory."""
+    global known_bytes
+    dtype = obj.dtype
+    if dtype is known_bytes:
+        return 0
+    if str(dtype) not in ("torch.int8", "torch.uint8"):
+        fail(m, SchemaError, f"expected a tensor of a type that the wire knows, got one of {dtype}")
+    known_bytes = dtype
     return 0
 
 
