@@ -32,6 +32,7 @@ ALIGNMENT = 64
 # fastmm-<user>-<pid name space>-<pid>-<start of the process>-<random>
 # A suffix is for what belongs to a segment and is none itself.
 _NAME = re.compile(r"fastmm-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]+(?:\.\w+)?")
+_PF_EXITING = 0x4  # include/linux/sched.h
 _IOV_MAX = 512  # buffers in one call; Linux takes 1024
 
 
@@ -59,7 +60,8 @@ def _start_of(pid: int) -> int | None:
         return 0
     # The name of the program, in parentheses, may hold anything.
     fields = stat[stat.rindex(b")") + 2 :].split()
-    if fields[0] in (b"Z", b"X"):  # it has ended, and its parent has not asked yet
+    # A process that was killed closes its files, which others notice, before it is a zombie: the flag says so from the start.
+    if fields[0] in (b"Z", b"X") or int(fields[6]) & _PF_EXITING:
         return None
     return int(fields[19])
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Crew", "Host", "Job"]
 
+_STILLBORN_MAX = 5  # then whatever kills them will kill the next one, too
+
 
 class Host:
     """An executor and its slots. Its fields change under the crew's lock."""
@@ -110,6 +112,7 @@ class Crew:
         self._hosts: list[Host] = []
         self._idle: list[Host] = []  # one entry for each free slot
         self._starting = 0
+        self._stillborn = 0  # processes that died before they were ready, one after the other
         self._closed = False
         self._counts = dict.fromkeys(
             ("submitted", "completed", "failed", "cancelled", "refused", "timeouts", "died", "resent", "dropped", "replaced"), 0
@@ -314,13 +317,19 @@ class Crew:
     def _begun(self, host: Host, said: Any) -> None:
         """A process is ready, and said its pid, or never will be: then what waits fails, unless others take it."""
         waiting: list[Job] = []
+        fresh: Host | None = None
         with self._lock:
             self._starting -= 1
             known = host in self._hosts
             if known and isinstance(said, int):
                 host.pid = said
+                self._stillborn = 0
             elif known:
                 self._hosts.remove(host)
+                self._stillborn += 1
+                if not isinstance(said, worker.Failure) and self._stillborn < _STILLBORN_MAX:
+                    with contextlib.suppress(Exception):  # it was killed, maybe: another one may live
+                        fresh = self._grow(host.index)
                 if not self._hosts:
                     waiting = [job for job in self._queue if job.queued]
             self._quiet.notify_all()
@@ -330,6 +339,8 @@ class Crew:
         if isinstance(said, int):  # the pool was shut down meanwhile
             executors.kill_process(said)
         host.executor.shutdown(wait=False)
+        if fresh is not None:
+            self._begin(fresh)
         cause = said.error() if isinstance(said, worker.Failure) else said
         for job in waiting:
             refusal = ProcessorError(f"no worker could start: {cause}")

@@ -396,9 +396,9 @@ class ProcessorPool:
         if self._crossing is None:
             self._crew.renew(host, job.executor, self.replace_executor)
         elif job.trip is not None:
-            if job.inner is not None and not executors.is_stdlib(job.executor):
-                job.inner.cancel()  # a cluster stops what has not begun, and forgets the rest
             pid = self._crossing.pid(job.trip)
+            if job.inner is not None and not executors.is_stdlib(job.executor):
+                job.inner.cancel()  # or a cluster gives it to the next worker when this one is gone
             if pid is not None:
                 self.kill_worker(pid)
             self._crossing.discard(job.trip)
