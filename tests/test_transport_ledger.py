@@ -364,13 +364,14 @@ def test_callbacks_are_called_once_when_the_memory_is_free_and_their_failures_hu
 
 
 def test_parcels_in_a_cycle_and_under_a_collector_that_runs_all_the_time_lose_no_count() -> None:
-    ledger = Ledger()
+    ledger, buffers = Ledger(), []
     before = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for _ in range(300):
             ticket = ledger.reserve(10)
-            cycle: list[Any] = [ticket.parcels([bytearray(10)]), ticket]
+            buffers.append(bytearray(10))
+            cycle: list[Any] = [ticket.parcels(buffers[-1:]), ticket]
             cycle.append(cycle)
             ticket.add_done_callback(lambda _, cycle=cycle: cycle)
             del cycle, ticket
@@ -379,6 +380,8 @@ def test_parcels_in_a_cycle_and_under_a_collector_that_runs_all_the_time_lose_no
     gc.collect()
     assert empty(ledger)
     assert ledger.counters["finished"] == 300
+    for buffer in buffers:
+        ledger.guard(buffer, wait=False)
 
 
 def test_a_child_starts_with_an_empty_ledger_and_the_parent_goes_on() -> None:

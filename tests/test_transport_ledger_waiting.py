@@ -206,6 +206,40 @@ def test_an_interrupted_wait_leaves_no_trace() -> None:
     assert is_empty(ledger)
 
 
+def test_a_check_ends_a_wait_that_makes_no_sense_and_keeps_the_place_in_the_queue_until_then() -> None:
+    ledger = Ledger(10)
+    held = ledger.reserve(10)
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(ledger.counters["waiting"])
+        if len(asked) == 3:
+            raise BufferError("the peer has gone")
+
+    for reserve in (lambda: ledger.reserve(1, check=check), lambda: run(lambda: ledger.areserve(1, check=check))):
+        asked.clear()
+        with pytest.raises(BufferError, match="has gone"):
+            reserve()
+        assert asked == [1, 1, 1]
+        with pytest.raises(TransportTimeout):
+            ledger.reserve(1, timeout=0.01, check=check)
+    asked.clear()
+
+    def release() -> None:
+        held.cancel()
+
+    def never() -> None:
+        if not asked:
+            asked.append(0)
+            release()
+
+    ledger.reserve(1, check=never).cancel()
+    held = ledger.reserve(10)
+    asked.clear()
+    run(lambda: ledger.areserve(1, check=never)).cancel()
+    assert is_empty(ledger)
+
+
 def test_wait_returns_when_nothing_is_on_its_way() -> None:
     ledger = Ledger()
     assert ledger.wait(0)

@@ -130,8 +130,13 @@ cdef class Room:
     def forget(self):
         """Start over with nothing on its way and nobody waiting; tickets of before count no more.  For a forked child."""
         self.generation += 1
+        cdef Ticket ticket
         self.inflight = self.inflight_nbytes = self.waiting = 0
-        self.first = self.last = None
+        while self.first is not None:  # one by one: a long chain that dies at once recurses
+            ticket = self.first
+            self.first = ticket.next
+            ticket.next = None
+        self.last = None
         self.when_empty = []
         self.buffers = {}
 
@@ -180,6 +185,7 @@ cdef class Room:
 
 
 @cython.final
+@cython.no_gc_clear  # it dies knowing all it knew, even in a cycle that the collector breaks: the list of callbacks is its to break
 cdef class Ticket:
     """One message on its way: its room, its parcels, and who wants to know when it is done.  A ledger makes it."""
 
@@ -191,7 +197,7 @@ cdef class Ticket:
     cdef Ticket next  # who waits behind it
     cdef object waker
     cdef list callbacks
-    cdef list buffers  # ids of the bytearrays among the frames
+    cdef tuple buffers  # ids of the bytearrays among the frames; a list the collector would empty in a dead cycle
     cdef object __weakref__
 
     def __init__(self):
@@ -240,12 +246,10 @@ cdef class Ticket:
             parcel.ticket = self
             self.parcels_out += 1
             parcels.append(parcel)
-        for frame in given:  # nothing fails any more
-            if type(frame) is bytearray:
-                if self.buffers is None:
-                    self.buffers = []
-                self.buffers.append(id(frame))
-                (<Room>self.room).buffers[id(frame)] = <size_t><PyObject*>self
+        self.buffers = tuple([id(frame) for frame in given if type(frame) is bytearray]) or None
+        if self.buffers is not None:
+            for key in self.buffers:
+                (<Room>self.room).buffers[key] = <size_t><PyObject*>self
         self.state = SENT
         if not parcels:
             finish(self)

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq.utils.garbage  # its handler at exit must be registered before ours, to run after it
@@ -26,6 +26,9 @@ from .._native.parcel import Room, Ticket, keep_memory, nbytes_of
 from ..errors import Overloaded, TransportTimeout
 
 __all__ = ["Ledger", "Ticket", "nbytes_of"]
+
+# How often a wait for room asks whether it still makes sense.
+_CHECK_EVERY_S = 0.1
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
@@ -51,7 +54,14 @@ class Ledger:
         self._room = Room(max_inflight_nbytes)
         _ledgers.add(self)
 
-    def reserve(self, nbytes: int, *, wait: bool = True, timeout: float | None = None) -> Ticket:
+    def reserve(
+        self,
+        nbytes: int,
+        *,
+        wait: bool = True,
+        timeout: float | None = None,
+        check: Callable[[], object] | None = None,
+    ) -> Ticket:
         """Room for a message.
 
         Parameters
@@ -62,6 +72,8 @@ class Ledger:
             Block until there is room. False: raise at once where there is none.
         timeout
             How many seconds to block at most.
+        check
+            Called a few times a second while it waits; what it raises ends the wait. The place in the queue is kept.
 
         Returns
         -------
@@ -84,8 +96,14 @@ class Ledger:
         ticket = self._room.enter(nbytes, woken.wake)
         assert ticket is not None
         try:
-            woken.wait(timeout)
-        except BaseException:  # KeyboardInterrupt
+            if check is None:
+                woken.wait(timeout)
+            else:
+                for left in _slices(timeout):
+                    if woken.wait(left):
+                        break
+                    check()
+        except BaseException:  # KeyboardInterrupt, or what the check raised
             self._room.leave(ticket)
             raise
         if not ticket.admitted:
@@ -93,7 +111,14 @@ class Ledger:
             raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self._said()}")
         return ticket
 
-    async def areserve(self, nbytes: int, *, wait: bool = True, timeout: float | None = None) -> Ticket:
+    async def areserve(
+        self,
+        nbytes: int,
+        *,
+        wait: bool = True,
+        timeout: float | None = None,
+        check: Callable[[], object] | None = None,
+    ) -> Ticket:
         """`reserve`, for a coroutine: waits without holding up the event loop. A cancelled wait leaves no trace."""
         ticket = self._room.enter(nbytes, None)
         if ticket is not None:
@@ -105,8 +130,14 @@ class Ledger:
         assert ticket is not None
         woken.on_lost = ticket.cancel
         try:
-            await woken.wait(timeout)
-        except BaseException:  # cancelled, or the coroutine is thrown away
+            if check is None:
+                await woken.wait(timeout)
+            else:
+                for left in _slices(timeout):
+                    if await woken.wait(left):
+                        break
+                    check()
+        except BaseException:  # cancelled, thrown away, or what the check raised
             self._room.leave(ticket)
             raise
         if not ticket.admitted:
@@ -193,6 +224,13 @@ class Ledger:
             f"{room.inflight_nbytes} bytes in {room.inflight} messages are on their way, of at most {room.limit_nbytes}, "
             f"and {room.waiting} wait"
         )
+
+
+def _slices(timeout: float | None) -> Iterator[float]:
+    """How long to wait at once, until `timeout` is over."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while deadline is None or (left := deadline - time.monotonic()) > 0:
+        yield _CHECK_EVERY_S if deadline is None else min(_CHECK_EVERY_S, left)
 
 
 class _Woken:

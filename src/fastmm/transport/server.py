@@ -436,24 +436,22 @@ class EngineServer:
             raise TransportError("expected an engine server that is connected")
         if not 0 <= client_index < len(self._outputs):
             raise TransportError(f"expected the index of a client below {len(self._outputs)}, got {client_index}")
-        nbytes = nbytes_of(frames)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = _LOOK_EVERY_S if deadline is None else min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))
-            try:
-                ticket = self.ledger.reserve(nbytes, wait=wait, timeout=left)
-                break
-            except TransportTimeout:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise
-                self._look_at_monitors()
-                if self._gone(client_index):
-                    raise PeerClosed(f"client {client_index} of engine {self.rank} has gone") from None
+        ticket = self.ledger.reserve(
+            nbytes_of(frames), wait=wait, timeout=timeout, check=lambda: self._check_client(client_index)
+        )
         with self._send_lock:
             if self._context is None:  # closed meanwhile
                 raise TransportError("expected an engine server that is connected")
             self._outputs[client_index].send_multipart(ticket.parcels(frames), copy=False)
             self._counts["sent"] += 1
+
+    def _check_client(self, client_index: int) -> None:
+        """Raise where nobody will take what waits for room."""
+        self._look_at_monitors()
+        if self._context is None:
+            raise TransportError("the engine server was closed")
+        if self._gone(client_index):
+            raise PeerClosed(f"client {client_index} of engine {self.rank} has gone")
 
     @property
     def clients_gone(self) -> tuple[int, ...]:
