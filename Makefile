@@ -80,6 +80,9 @@ build: $(VENV)/.editable ## compile the core in place, into .venv (editable)
 demo: build ## a photograph crosses to another process and is painted back
 	$(PY) -m fastmm demo $(ARGS)
 
+demo-vllm: build $(VENV_ENGINE)/.editable ## photographs go to a real vLLM engine on the CPU, tokens come back
+	@$(PY_ENGINE) tests/engine/demo.py $(ARGS)
+
 test: build ## run the tests
 	$(PY) -m pytest $(ARGS)
 
@@ -103,7 +106,7 @@ test-pythons: wheel ## build and test under every interpreter of PYTHONS
 
 bench: build $(VENV_VLLM)/.editable ## measure against vLLM, msgspec, torch, numpy, ml_dtypes
 	$(PY_VLLM) -m bench $(ARGS)
-.PHONY: demo test test-exhaustive test-vllm test-vllm-codec test-vllm-engine test-neon test-pythons bench
+.PHONY: demo demo-vllm test test-exhaustive test-vllm test-vllm-codec test-vllm-engine test-neon test-pythons bench
 
 # --- gates -----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ SUFFIX = {"astronaut": "png", "chelsea": "png", "coffee": "png", "rocket": "jpg"
 
 @cache
 def photograph(name: str) -> Image.Image:
-    """scikit-image carries them; only the files are wanted, not the package."""
+    """A picture by its path, or by the name it has in scikit-image: only the files are wanted, not the package."""
+    if name not in SUFFIX:
+        return Image.open(name).convert("RGB")
     found = importlib.util.find_spec("skimage")
     assert found is not None
     assert found.origin is not None
@@ -25,7 +27,10 @@ def photograph(name: str) -> Image.Image:
 
 @dataclass(frozen=True)
 class Case:
-    """One request: what is asked, about which photographs, sampled how (keywords of vLLM's SamplingParams)."""
+    """One request: what is asked, about which photographs, sampled how (keywords of vLLM's SamplingParams).
+
+    A photograph is named, or is a path.
+    """
 
     photographs: tuple[str, ...] = ()
     text: str = "what is this ?"

@@ -23,7 +23,7 @@ Another engine, or another program of vLLM (it ends with the block; its log is s
     with headless_engine(models("llava"), port, log=engine_log("mine"), environment=vllm_environment) as process: ...
     with Process(vllm_command("serve", str(directory), "--port", "...", *engine_arguments()), log=..., environment=...) as server:
         server.wait_for_line("Application startup complete", 120)
-    with Process([sys.executable, HERE / "reference.py", name, directory, output], log=..., environment=...) as offline:
+    with Process([sys.executable, HERE / "reference.py", name, directory, new_folder], log=..., environment=...) as offline:
         assert offline.wait(180) == 0
 
 An answer is right when ``engine.ask(request) == reference.answer(case)``: tokens, log probabilities to the last bit, reasons.
@@ -33,10 +33,13 @@ Mark a test that ends the session's engine ``@pytest.mark.ends_engine``: it runs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import hashlib
 import json
 import logging
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -45,6 +48,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from cases import CASES  # noqa: E402
@@ -73,22 +77,48 @@ def engine_log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def vllm_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return engine_environment(tmp_path_factory.mktemp("vllm-cache"))
+def kept() -> Path:
+    """What is the same in each run is kept: models, vLLM's answers, its cache. Made anew when what it is made of changes."""
+    makers = [*(HERE / f"{name}.py" for name in ("models", "cases", "reference", "engines")), ROOT / "requirements/engine.txt"]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in makers) + sys.version.encode() + cpu().encode())
+    directory = ROOT / "build/engine" / digest.hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def cpu() -> str:
+    """What the last bits of an answer may depend on."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def make_once(final: Path, make: Callable[[Path], object]) -> Path:
+    """`final`, made by `make` at another name first, so that it is there as a whole or not at all."""
+    if not final.exists():
+        with tempfile.TemporaryDirectory(dir=final.parent) as directory:
+            work = Path(directory) / final.name
+            make(work)
+            with contextlib.suppress(OSError):  # somebody else was quicker
+                work.rename(final)
+    return final
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    directory = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda name: write_model(name, directory / name))
+def vllm_environment(kept: Path) -> dict[str, str]:
+    return engine_environment(kept / "vllm-cache")
+
+
+@pytest.fixture(scope="session")
+def models(kept: Path) -> Callable[[str], Path]:
+    return functools.cache(lambda name: make_once(kept / name, functools.partial(write_model, name)))
 
 
 class Reference:
     """What vLLM's own front end got from its own engine, for every case."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._answers: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    def __init__(self, directory: Path) -> None:
+        self._frames = directory / "messages.frames"
+        self._answers: dict[str, Any] = json.loads((directory / "answers.json").read_text(encoding="utf-8"))
 
     def answer(self, case: str) -> Answer:
         return Answer.from_reference(self._answers[case])
@@ -102,7 +132,7 @@ class Reference:
     def messages(self) -> Iterator[tuple[str, str, list[bytes]]]:
         import msgpack
 
-        with self._path.with_suffix(".frames").open("rb") as file:
+        with self._frames.open("rb") as file:
             yield from msgpack.Unpacker(file, max_buffer_size=1 << 30)
 
     def frames_of_requests(self) -> dict[str, list[bytes]]:
@@ -113,20 +143,17 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def references(
-    models: Callable[[str], Path],
-    vllm_environment: dict[str, str],
-    engine_log: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    kept: Path, models: Callable[[str], Path], vllm_environment: dict[str, str], engine_log: Callable[[str], Path]
 ) -> Callable[[str], Reference]:
-    directory = tmp_path_factory.mktemp("references")
-
     @functools.cache
     def references(name: str) -> Reference:
-        output = directory / f"{name}.json"
-        command = [sys.executable, str(HERE / "reference.py"), name, str(models(name)), str(output)]
-        with Process(command, log=engine_log(f"reference-{name}"), environment=vllm_environment) as process:
-            assert process.wait(STARTUP_S + 60) == 0, process.log()
-        return Reference(output)
+        def make(output: Path) -> None:
+            output.mkdir()
+            command = [sys.executable, str(HERE / "reference.py"), name, str(models(name)), str(output)]
+            with Process(command, log=engine_log(f"reference-{name}"), environment=vllm_environment) as process:
+                assert process.wait(STARTUP_S + 60) == 0, process.log()
+
+        return Reference(make_once(kept / f"{name}-answers", make))
 
     return references
 

@@ -1,8 +1,10 @@
-"""vLLM's own front end answers every case; run in a process of its own: ``python reference.py MODEL DIRECTORY OUTPUT``.
+"""vLLM's own front end answers every case; run in a process of its own: ``python reference.py MODEL DIRECTORY OUTPUT [CASES]``.
 
-OUTPUT becomes JSON, case to its answer. Beside it, OUTPUT with the suffix ``.frames``, lies every message that crossed between
-vLLM's front end and its engine core meanwhile: a stream of msgpack arrays ``[direction, what, frames]``, where direction is
-``"sent"`` or ``"received"`` and what is the name of the encoded object's type or of the type that was decoded.
+CASES is a JSON file, name to the fields of a `Case`; without it the cases are `cases.CASES`.
+
+OUTPUT is a directory. ``answers.json`` there is case to answer; ``messages.frames`` is every message that crossed between vLLM's
+front end and its engine core meanwhile: a stream of msgpack arrays ``[direction, what, frames]``, where direction is ``"sent"``
+or ``"received"`` and what is the name of the encoded object's type or of the type that was decoded.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-from cases import CASES
+from cases import CASES, Case
 
 # Both ways of starting an engine get these: what they leave alone is the same too.
 ENGINE_OPTIONS: dict[str, Any] = {
@@ -69,10 +71,9 @@ def logprobs_of(positions: Any) -> Any:
     return positions and [position and [[token, entry.logprob] for token, entry in position.items()] for position in positions]
 
 
-def answer(llm: Any, model: str, name: str) -> dict[str, Any]:
+def answer(llm: Any, model: str, case: Case) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    case = CASES[name]
     prompt: dict[str, Any] = {"prompt": case.prompt(model)}
     if case.photographs:
         prompt["multi_modal_data"] = {"image": case.images()}
@@ -89,13 +90,17 @@ def answer(llm: Any, model: str, name: str) -> dict[str, Any]:
     }
 
 
-def main(model: str, directory: str, output: str) -> None:
+def main(model: str, directory: str, output: str, given: str | None = None) -> None:
     from vllm import LLM
 
-    Recorder(Path(output).with_suffix(".frames"))
+    cases = CASES
+    if given is not None:
+        cases = {name: Case(**fields) for name, fields in json.loads(Path(given).read_text(encoding="utf-8")).items()}
+
+    Recorder(Path(output) / "messages.frames")
     llm = LLM(directory, **ENGINE_OPTIONS)
-    answers = {name: answer(llm, model, name) for name in CASES}
-    Path(output).write_text(json.dumps(answers, indent=1), encoding="utf-8")
+    answers = {name: answer(llm, model, case) for name, case in cases.items()}
+    (Path(output) / "answers.json").write_text(json.dumps(answers, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
