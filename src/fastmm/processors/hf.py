@@ -55,6 +55,10 @@ class HfProcessor:
         Keys that the model does not take.
     options
         Further keyword arguments for each call. They are part of the hashes.
+    raw_pixels
+        Make pixels of 8 bits that are neither rescaled nor normalised, for an engine that does so itself. vLLM from 0.32 on
+        does for Qwen2-VL and others, unless it is started with ``--no-mm-device-do-normalize``: pixels that are normalised
+        here would be normalised twice there.
     add_special_tokens
         Whether a prompt given as text gets the tokenizer's special tokens. False for the output of a chat template.
     sampling_rate
@@ -80,6 +84,7 @@ class HfProcessor:
         tokens: Mapping[str, Callable[[Mapping[str, Any]], int]] | None = None,
         drop: Iterable[str] = (),
         options: Mapping[str, Any] | None = None,
+        raw_pixels: bool = False,
         add_special_tokens: bool = True,
         sampling_rate: int = 16_000,
         salt: str = "",
@@ -91,7 +96,8 @@ class HfProcessor:
         self.fields = {key: Field(Layout(field)) if isinstance(field, str) else field for key, field in (fields or {}).items()}
         self.tokens = dict(tokens or {})
         self.drop = frozenset(drop)
-        self.options = dict(options or {})
+        self.raw_pixels = raw_pixels
+        self.options = {**(options or {}), **({"do_rescale": False, "do_normalize": False} if raw_pixels else {})}
         self.add_special_tokens = add_special_tokens
         self.sampling_rate = sampling_rate
         self.placeholders: dict[str, str | int] = dict(placeholders or {})
@@ -288,6 +294,8 @@ class HfProcessor:
         for key, value in kept.items():
             field = self._field(key, value, kept, path)
             one = value if field.layout is not Layout.BATCHED else _only(key, value, path)
+            if self.raw_pixels and key.startswith("pixel_values"):
+                one = _bytes_of_pixels(key, one, path)
             if isinstance(one, (bool, int, float)):
                 extra[key] = one
                 continue
@@ -349,6 +357,16 @@ def _only(key: str, value: Any, path: str) -> Any:
     if not hasattr(value, "__len__") or len(value) != 1:
         raise ProcessorError(f"expected {key!r}, which is batched, to have one row for its item", path=path)
     return value[0]
+
+
+def _bytes_of_pixels(key: str, value: Any, path: str) -> Any:
+    """Pixels of 8 bits; image processors that work on PIL images give them as float32."""
+    if str(value.dtype).endswith("uint8"):
+        return value
+    small = value.byte() if hasattr(value, "byte") else value.astype("uint8")
+    if not bool((small == value).all()):
+        raise ProcessorError(f"expected raw pixels from 0 to 255 in {key!r}, got others", path=path)
+    return small
 
 
 def _runs(chunk: Sequence[int], token: int, offset: int) -> list[tuple[int, int]]:
