@@ -1,4 +1,4 @@
-"""fastmm's client and fastmm's server, together: whose memory is held until when, and what a client sees of a server's troubles."""
+"""fastmm's client and server together: whose memory is held until when, and what a client sees of a server's troubles."""
 
 from __future__ import annotations
 

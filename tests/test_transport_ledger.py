@@ -95,8 +95,13 @@ def test_a_request_is_held_until_its_frames_have_left_and_not_longer(context: zm
     ledger = Ledger()
     pixels = np.zeros((64, 4096), np.float32)
     memory = weakref.ref(pixels)
-    features = fastmm.build_features(tensors={"pixel_values": pixels}, batched={"pixel_values"}, placeholders=[(i, 1) for i in range(64)],
-                                     hashes=[str(i) for i in range(64)], prompt_token_ids=list(range(64)))  # fmt: skip
+    features = fastmm.build_features(
+        tensors={"pixel_values": pixels},
+        batched={"pixel_values"},
+        placeholders=[(i, 1) for i in range(64)],
+        hashes=[str(i) for i in range(64)],
+        prompt_token_ids=list(range(64)),
+    )
     request = fastmm.EngineCoreRequest("r", list(range(64)), features)
     frames = fastmm.encode_request(request, threshold=0)
     with_main_at_least = nbytes_of(frames)

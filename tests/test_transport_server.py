@@ -94,7 +94,7 @@ def test_outputs_and_answers_reach_the_client_they_are_for(tmp_path: Path) -> No
 
 
 def broken_messages() -> list[tuple[str, list[Any], str]]:
-    """What, the message, and what becomes of it: ``failed`` where its id can be read, ``answered`` for a call, else ``dropped``."""
+    """What, the message, and what becomes of it: ``failed`` with a readable id, ``answered`` for a call, else ``dropped``."""
     main, aux = (bytes(memoryview(frame)) for frame in request_frames("an-id", image=True))
     text = bytes(memoryview(request_frames("an-id")[0]))
     unpacked = msgpack.unpackb(text)

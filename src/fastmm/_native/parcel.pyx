@@ -185,7 +185,7 @@ cdef class Room:
 
 
 @cython.final
-@cython.no_gc_clear  # it dies knowing all it knew, even in a cycle that the collector breaks: the list of callbacks is its to break
+@cython.no_gc_clear  # it dies knowing all it knew, even in a cycle that the collector breaks (by its list of callbacks)
 cdef class Ticket:
     """One message on its way: its room, its parcels, and who wants to know when it is done.  A ledger makes it."""
 
