@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import subprocess
@@ -312,6 +313,23 @@ def test_a_second_process_that_ends_early_is_one_clear_line_and_exit_1(
     err = capsys.readouterr().err
     assert "the second process ended before it was ready, with exit status 1" in err
     assert err.count("\n") == 1
+
+
+def test_a_second_process_that_is_killed_is_one_clear_line_and_exit_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create = asyncio.create_subprocess_exec
+
+    async def create_and_remember(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await create(*words, **options)
+        monkeypatch.setattr(front_end, "request_for", lambda *rest: (process.kill(), request_for(*rest))[1])
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_and_remember)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "chelsea", "--tensors", "wire"]) == 1
+    err = capsys.readouterr().err
+    assert err == "fastmm demo: the second process ended before it answered, with exit status -9\n"
 
 
 def test_frames_lost_on_the_way_are_one_clear_line_and_exit_1(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 when all is well, 1 when the work failed, 2 when the command was given what it cannot use.
     """
     arguments = parser().parse_args(argv)
+    logging.getLogger("fastmm").addHandler(logging.NullHandler())  # what goes wrong ends in one line, below
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

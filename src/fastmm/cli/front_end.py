@@ -44,7 +44,10 @@ async def second_process(client: AsyncEngineClient, settings: dict[str, Any]) ->
             started.exception()  # that it was closed
             raise CommandError(f"the second process ended before it was ready, with exit status {ended.result()}", exit_code=1)
         await started
-        yield process.pid
+        try:
+            yield process.pid
+        except fastmm.EngineDead:
+            raise CommandError(f"the second process ended before it answered, with exit status {await ended}", 1) from None
         await client.close()  # the painter then ends by itself
         await ended
     finally:
@@ -83,9 +86,9 @@ async def exchange_async(
     client = AsyncEngineClient(startup_timeout=PATIENCE_S, inplace=inplace, threshold=threshold)
     encoder = fastmm.Encoder(dtype=dtype, inplace=inplace, threshold=threshold)
     times: list[dict[str, int]] = []
-    async with second_process(client, settings) as painter:
+    async with request_maker(photographs, settings) as new_request, second_process(client, settings) as painter:
         for name in [REHEARSAL] * ROUNDS + [settings["request_id"]]:
-            request = request_for(photographs, name, tensors)  # a new one each time: a cast in place can be done once
+            request = await new_request(name)  # a new one each time: a cast in place can be done once
             spent = {"cast": cast_alone_ns(request, dtype, inplace, tensors)}
             before = encoder.counters
             begun_ns = time.monotonic_ns()
@@ -93,7 +96,7 @@ async def exchange_async(
             spent["encode"] = time.monotonic_ns() - begun_ns
             frames_kept = request, frames
 
-            request = request_for(photographs, name, tensors)
+            request = await new_request(name)
             begun_ns = time.monotonic_ns()
             async for output in client.generate(request):
                 if output.error is not None:
@@ -127,6 +130,24 @@ async def exchange_async(
         **{name: heard[name] for name in ("pictures", "values", "differing", "faults", "reference")},
     }
     return report, frames
+
+
+@asynccontextmanager
+async def request_maker(
+    photographs: Sequence[Photograph], settings: dict[str, Any]
+) -> AsyncIterator[Callable[[str], Awaitable[fastmm.EngineCoreRequest]]]:
+    """What makes the request of a name: the demo itself, or the processor that was named."""
+    if settings["processor"] is None:
+
+        async def made_here(name: str) -> fastmm.EngineCoreRequest:
+            return request_for(photographs, name, settings["tensors"])
+
+        yield made_here
+        return
+    from .processing import Processing
+
+    with Processing(settings["processor"], [Path(path) for path in settings["photographs"]], settings["tensors"]) as made:
+        yield made.request
 
 
 def patches_in(request: fastmm.EngineCoreRequest) -> list[Any]:
