@@ -144,6 +144,8 @@ class Connection:
         if heartbeat is not None:
             socket.heartbeat_ivl = int(heartbeat[0] * 1000)
             socket.heartbeat_timeout = int(heartbeat[1] * 1000)
+            # A heartbeat waits behind what is being sent: where that is a large frame, TCP must give the connection up.
+            socket.tcp_maxrt = int(heartbeat[1] * 1000)
         return socket
 
     def _monitor(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
