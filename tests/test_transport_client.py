@@ -78,8 +78,8 @@ def test_an_address_that_is_none_is_refused_when_the_client_is_made(address):
 
 
 def test_an_address_in_use_is_a_clear_error_and_leaves_nothing_open():
-    with driven(handshake="tcp://127.0.0.1:0") as (client, _):
-        other = EngineClient(client.handshake_address)
+    with driven(handshake="tcp://127.0.0.1:0", input="tcp://127.0.0.1:0") as (client, _):
+        other = EngineClient(client.input_address)
         with pytest.raises(TransportError, match="cannot bind"):
             other.bind()
         other.close()
@@ -521,6 +521,15 @@ def test_a_client_that_was_never_started_says_so_and_closes():
     with pytest.raises(TransportError, match="not started"):
         client.generate(text("count-1"))
     client.close()
+
+
+def test_a_client_that_is_dropped_unclosed_leaves_nothing_behind():
+    client = EngineClient()
+    directory = os.path.dirname(client.bind().removeprefix("ipc://"))
+    client.itself = client  # type: ignore[attr-defined]
+    del client
+    gc.collect()
+    assert not os.path.exists(directory)
 
 
 def test_a_forked_child_is_told_that_the_client_is_not_its_own():

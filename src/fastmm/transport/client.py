@@ -1,4 +1,9 @@
-"""The client for threads. One thread of its own receives; whoever asks encodes and sends on his own."""
+"""The client for threads.
+
+Whoever waits for an answer receives, for himself and for all who wait beside him: one has the turn, and passes it on when he
+has what he waited for. So an answer to a lone thread wakes no other thread on its way. A thread of the client's own watches
+for connections that break, and for streams that were dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -20,11 +25,18 @@ from .connection import receive_frames
 from .core import ClientCore, copied
 from .lifetime import Ticket, nbytes_of
 from .registry import Call, Engine, Live, request_id_of
+from .turns import Turns
 
 __all__ = ["EngineClient", "Outputs"]
 
-# How many messages are taken before monitors and clock are looked at again.
-_AT_ONCE = 256
+# How often the client's own thread takes what nobody waits for, and looks who is dead.
+_ATTEND_EVERY_MS = 1000
+# How long it leaves the turn to others before it looks again at an engine that is due.
+_LOOK_AGAIN_S = 0.005
+# How long who receives may take to see that the client closes.
+_LEAVE_S = 5.0
+# Where the output socket is reached from within.
+_NUDGE = "inproc://fastmm-nudge"
 # How long a wait for room goes on before it looks whether the request still lives.
 _LOOK_EVERY_S = 0.25
 
@@ -48,13 +60,13 @@ class _Call(Call):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self.queue: SimpleQueue[Any] = SimpleQueue()
 
     def answer(self, value: Any) -> None:
-        self.queue.put((value, None))
+        self.queue.put((value,))
 
     def fail(self, error: BaseException) -> None:
-        self.queue.put((None, error))
+        self.queue.put(error)
 
 
 class Outputs(Iterator[EngineCoreOutput]):
@@ -63,7 +75,6 @@ class Outputs(Iterator[EngineCoreOutput]):
     def __init__(self, client: EngineClient, live: _Live) -> None:
         self._client = client
         self._live = live
-        self._get = live.queue.get
         self._over = False
 
     @property
@@ -81,7 +92,7 @@ class Outputs(Iterator[EngineCoreOutput]):
         if self._over:
             raise StopIteration
         try:
-            item = self._get(timeout=timeout)
+            item = self._client._turns.wait(self._live.queue, timeout)
         except Empty:
             raise TransportTimeout(f"no output of {self.request_id!r:.80} within {timeout:g} s") from None
         if isinstance(item, BaseException):
@@ -127,6 +138,9 @@ class EngineClient(ClientCore):
         self._life = threading.RLock()  # around start and close
         self._starting = False
         self._thread: threading.Thread | None = None
+        self._turns = Turns(self._lock, self._receive)
+        self._patience_ms = -1  # the output socket's rcvtimeo
+        self._nudge: zmq.Socket[bytes] | None = None  # to the output socket, to wake who receives; the thread's own
         self._abandoned: deque[_Live] = deque()
         self._wake_fd = -1
 
@@ -155,7 +169,11 @@ class EngineClient(ClientCore):
             finally:
                 self._starting = False
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._thread = threading.Thread(target=self._receive, name="fastmm-engine-client", daemon=True)
+            self._bound().output.bind(_NUDGE)
+            assert self._context is not None
+            self._nudge = self._context.socket(zmq.PUSH)
+            self._nudge.connect(_NUDGE)
+            self._thread = threading.Thread(target=self._watch_over, name="fastmm-engine-client", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
@@ -170,10 +188,10 @@ class EngineClient(ClientCore):
             if thread is not None and thread is not threading.current_thread():
                 self._wake()
                 thread.join()
-            with self._lock:
-                if self._closed is None:
-                    self._end("the client was closed")
-                self._closed = "the client is closed"
+                self._turns.take(_LEAVE_S)  # and keep it: nobody receives any more
+            self._closed = "the client is closed"
+            if self._nudge is not None:
+                self._nudge.close()
             self._let_go()
             if self._wake_fd >= 0:
                 fd, self._wake_fd = self._wake_fd, -1
@@ -294,7 +312,7 @@ class EngineClient(ClientCore):
                 self._check_open()
                 for engine in self._registry.call_targets(rank):
                     calls.append(self._call(engine, method, args))
-            return {call.engine.rank: _answer(call, method, timeout, deadline) for call in calls}
+            return {call.engine.rank: self._answer(call, method, timeout, deadline) for call in calls}
         finally:
             with self._lock:
                 for call in calls:
@@ -310,7 +328,62 @@ class EngineClient(ClientCore):
             raise
         return call
 
-    # --- the thread that receives -----------------------------------------------------------------------------------
+    def _answer(self, call: _Call, method: str, timeout: float | None, deadline: float | None) -> Any:
+        try:
+            item = self._turns.wait(call.queue, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise TransportTimeout(f"{call.engine.name} did not answer {method!r} within {timeout:g} s") from None
+        if isinstance(item, BaseException):
+            raise item
+        return item[0]
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def _receive(self, queue: SimpleQueue[Any], deadline: float | None) -> None:
+        """Take messages until something came into this queue. Only with the turn."""
+        output = self._bound().output
+        while queue.empty():
+            until = deadline
+            if self._suspects or self._silence_timeout is not None:
+                with self._lock:
+                    look = self._next_look()
+                if look is None and self._silence_timeout is not None:
+                    look = time.monotonic() + self._silence_timeout  # what is owed from now on is due no sooner
+                if look is not None and (until is None or look < until):
+                    until = look
+            patience_ms = -1 if until is None else int(max(0.0, until - time.monotonic()) * 1000) + 1
+            if patience_ms != self._patience_ms:
+                self._patience_ms = output.rcvtimeo = patience_ms
+            try:
+                self._take_one(receive_frames(output))
+            except zmq.Again:
+                self._attend()
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+
+    def _take_one(self, frames: Sequence[Any]) -> None:
+        if len(frames) > 1 or len(frames[0]):  # an empty one is a nudge
+            with self._lock:
+                self._take(frames, time.monotonic())
+
+    def _attend(self) -> None:
+        """Take what lies in the socket, and then look who is dead. Only with the turn."""
+        output = self._bound().output
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._take_one(receive_frames(output, zmq.NOBLOCK))
+        with self._lock:
+            self._look_at_clock(time.monotonic())
+
+    def _attend_if_free(self) -> None:
+        """`_attend`, where nobody else receives."""
+        if self._turns.take():
+            try:
+                self._attend()
+            finally:
+                self._turns.leave()
+
+    # --- the client's own thread ------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         fd = self._wake_fd
@@ -318,62 +391,41 @@ class EngineClient(ClientCore):
             with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody is there
                 os.eventfd_write(fd, 1)
 
-    def _receive(self) -> None:
+    def _watch_over(self) -> None:
+        nudge = self._nudge
+        assert nudge is not None
+        why = "the client was closed"
         try:
-            self._receive_until_closed()
+            self._watch_over_until_closed(nudge)
         except BaseException as error:  # a fault of ours: whoever waits must not wait for ever
-            with self._lock:
-                self._end(f"the client's receiving thread failed: {error!r}")
+            why = f"the client's thread failed: {error!r}"
             raise
+        finally:
+            with self._lock:
+                self._end(why)
+            nudge.send(b"")  # who receives sees that there is nothing to wait for
 
-    def _receive_until_closed(self) -> None:
+    def _watch_over_until_closed(self, nudge: zmq.Socket[bytes]) -> None:
         connection = self._bound()
-        output = connection.output
         poller = zmq.Poller()
-        for source in (output, connection.input_monitor, connection.output_monitor, self._wake_fd):
+        for source in (connection.input_monitor, connection.output_monitor, self._wake_fd):
             poller.register(source, zmq.POLLIN)
         while not self._closing.is_set():
-            with self._lock:
-                look = self._next_look()
-            if look is None:
-                look_in = self._silence_timeout  # what is owed from now on is due no sooner
-            else:
-                look_in = max(0.0, look - time.monotonic())
-            ready = dict(poller.poll(None if look_in is None else int(look_in * 1000) + 1))
-            while output in ready and self._take_waiting(output) and not self._closing.is_set():
-                pass
+            ready = dict(poller.poll(_ATTEND_EVERY_MS))
             if self._wake_fd in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
                 while self._abandoned:
                     self._abort([self._abandoned.popleft()])
-            now = time.monotonic()
-            with self._lock:
-                if connection.input_monitor in ready or connection.output_monitor in ready:
-                    self._look_at_connections(now)
-                if look is None or look > now:
-                    continue
-            self._take_waiting(output)  # what an engine said before it went
-            with self._lock:
-                self._look_at_clock(now)
-
-    def _take_waiting(self, output: zmq.Socket[bytes]) -> bool:
-        """Take what lies in the socket; whether there may be more."""
-        for _ in range(_AT_ONCE):
-            try:
-                frames = receive_frames(output, zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            with self._lock:
-                self._take(frames, time.monotonic())
-        return True
-
-
-def _answer(call: _Call, method: str, timeout: float | None, deadline: float | None) -> Any:
-    try:
-        value, error = call.queue.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-    except Empty:
-        raise TransportTimeout(f"{call.engine.name} did not answer {method!r} within {timeout:g} s") from None
-    if error is not None:
-        raise error
-    return value
+            if connection.input_monitor in ready or connection.output_monitor in ready:
+                with self._lock:
+                    self._look_at_connections(time.monotonic())
+                nudge.send(b"")  # who receives has to look at the clock earlier than he thought
+            self._attend_if_free()
+            while not self._closing.is_set():
+                with self._lock:
+                    look = self._next_suspect()
+                if look is None:
+                    break
+                time.sleep(max(_LOOK_AGAIN_S, look - time.monotonic()))
+                self._attend_if_free()

@@ -203,6 +203,10 @@ class ClientCore:
             self._context = zmq.Context()
             try:
                 self._connection = Connection(self._context, self._addressing, heartbeat=self._heartbeat, linger=self._linger)
+                # For a client that nobody closes: left to the garbage collector, its context would end before its sockets,
+                # and wait for them for ever.
+                self._finalizer = weakref.finalize(self, _release, self._connection, self._context, self._addressing)
+                self._finalizer.atexit = False
             except BaseException:
                 self._let_go()
                 raise
