@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what holds the patches on both sides (default: torch where installed, else numpy with ml_dtypes, else wire: "
         "fastmm's WireTensor)",
     )
+    parser.add_argument(
+        "--processor",
+        metavar="NAME",
+        help="let an installed processor make the request, in a pool: an entry point of fastmm.processors, or module:attribute",
+    )
     parser.add_argument("--keep-frames", type=Path, metavar="DIR", help="also write each frame to a file, for fastmm inspect")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -81,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         "request_id": "demo",
         "dtype": arguments.dtype,
         "tensors": tensors,
+        "processor": arguments.processor,
     }
     from .front_end import exchange  # here, and not above: help and the other commands need no zmq
 
