@@ -393,6 +393,8 @@ class ClientCore:
             if when <= now:
                 del self._suspects[rank]
                 self._bury(self._registry.by_rank[rank], why)
+                # ZMQ lets go of what lay in a broken connection when its socket is next used, and nobody may use it again.
+                self._bound().input.getsockopt(zmq.EVENTS)
         timeout = self._silence_timeout
         if timeout is not None:
             for engine in self._registry.silent(now, timeout):
