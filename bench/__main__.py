@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .support import Record, environment
 
-NAMES = ("encode", "decode", "cast", "features", "dropin")
+NAMES = ("encode", "decode", "cast", "features", "dropin", "processors")
 
 
 def present() -> list[str]:

@@ -62,6 +62,62 @@ def test_an_awaitable_gives_the_result():
         assert pool.counters["completed"] == 20
 
 
+def test_an_awaitable_raises_what_its_future_raises():
+    async def main() -> None:
+        with pytest.raises(ProcessorError, match="asked to raise"):
+            await asyncio.wait_for(pool.asubmit(work("a", "raise it")), LONG)
+
+    with ProcessorPool(Obedient()) as pool:
+        asyncio.run(main())
+
+
+def test_cancelling_the_request_cancels_its_awaitable(gate):
+    async def main() -> None:
+        awaitable = pool.asubmit(work("a", gate.text))
+        await asyncio.to_thread(gate.begun)
+        assert pool.cancel("a")
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(awaitable, LONG)
+
+    with ProcessorPool(Obedient()) as pool:
+        asyncio.run(main())
+        gate.open()
+
+
+def test_a_loop_that_is_closed_before_its_results_come_disturbs_nobody(gate):
+    async def leave() -> None:
+        pool.asubmit(work("a", gate.text))
+
+    async def stay() -> Processed:
+        return await asyncio.wait_for(pool.asubmit(work("b")), LONG)
+
+    with ProcessorPool(Obedient(), workers=1) as pool:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(leave())
+        loop.close()
+        gate.open()
+        assert asyncio.run(stay())
+        assert pool.counters["completed"] == 2
+
+
+def test_many_loops_in_many_threads_each_get_their_own_results():
+    async def main(k: int) -> None:
+        results = await asyncio.wait_for(
+            asyncio.gather(*[pool.asubmit(work(f"{k}-{i}", f"rows {i + 1}")) for i in range(50)]), LONG
+        )
+        assert [len(result.items[0].features["pixel_values"]) for result in results] == list(range(1, 51))
+        done.append(k)
+
+    done: list[int] = []
+    with ProcessorPool(Obedient(), workers=3) as pool:
+        threads = [threading.Thread(target=lambda k=k: asyncio.run(main(k))) for k in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+    assert sorted(done) == list(range(5))
+
+
 def test_asubmit_puts_to_work_at_once():
     """Not only when it is awaited."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import FastmmError, ProcessorDied, ProcessorError, ProcessorTimeout
 from . import executors, worker
+from .aio import awaitable_of
 from .carry import Carrier
 from .contract import Budgets, Processor, Tokenizer, Work
 from .crew import Crew, Host, Job
@@ -180,7 +181,7 @@ class ProcessorPool:
 
     def asubmit(self, work: Work) -> asyncio.Future[Any]:
         """`submit` for the running event loop. The request is at work at once; cancelling what is returned cancels it."""
-        return asyncio.wrap_future(self.submit(work))
+        return awaitable_of(self.submit(work))
 
     def cancel(self, rid: str) -> bool:
         """Cancel a request. A result that arrives later is dropped, never parked. Whether it was still at work."""

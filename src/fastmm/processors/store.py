@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import DuplicateRequest, ProcessorError, ProcessorOverloaded
+from .contract import Processed
 
 __all__ = ["ResultStore", "result_nbytes"]
 
@@ -21,17 +21,27 @@ def result_nbytes(result: Any) -> int:
 
     What has an ``nbytes`` is asked for it. Ids and text are not counted: they are small beside what a bound is for.
     """
+    if type(result) is Processed:  # the usual one, without a look at what holds no bytes
+        nbytes = 0
+        for item in result.items:
+            if item.placeholder is not None:
+                nbytes += _nbytes(item.placeholder, 1)
+            for mapping in (item.features, item.model_data):
+                for value in mapping.values():
+                    found = getattr(value, "nbytes", None)
+                    nbytes += found if type(found) is int else _nbytes(value, 1)
+        return nbytes
     return _nbytes(result, 0)
 
 
 def _nbytes(value: Any, depth: int) -> int:
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
     if value is None or isinstance(value, (bool, int, float, str)):
         return 0
     if isinstance(value, (bytes, bytearray)):
         return len(value)
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int):
-        return nbytes
     if depth == _MAX_DEPTH:
         return 0
     if isinstance(value, Mapping):
@@ -41,9 +51,8 @@ def _nbytes(value: Any, depth: int) -> int:
         if value and type(value[0]) is int and type(value[-1]) is int:
             return 0
         return sum(_nbytes(item, depth + 1) for item in value)
-    if dataclasses.is_dataclass(value):
-        return sum(_nbytes(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value))
-    return 0
+    fields = getattr(value, "__dataclass_fields__", ())
+    return sum(_nbytes(getattr(value, name), depth + 1) for name in fields)
 
 
 class _Entry(NamedTuple):
