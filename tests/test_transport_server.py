@@ -67,6 +67,29 @@ def test_what_the_engine_says_of_itself_reaches_the_client(tmp_path: Path) -> No
     client.close()
 
 
+def test_a_client_that_is_started_anew_while_an_engine_waits_for_its_answer_is_told_anew(tmp_path: Path) -> None:
+    client = BareClient(tmp_path)
+    router, hello = client.context.socket(zmq.ROUTER), []
+
+    def start_anew() -> None:
+        assert client.handshake.poll(PATIENCE_MS)
+        hello.append(client.handshake.recv_multipart())
+        client.handshake.close()
+        client.handshake = router
+        router.linger = 0
+        router.bind(client.address)
+        client.greet()
+
+    starting = threading.Thread(target=start_anew)
+    starting.start()
+    with EngineServer(client.address) as engine:
+        starting.join(PATIENCE_S)
+        assert len(hello) == 1
+        assert engine.addresses == client.addresses
+        assert engine.parallel_config == {}
+    client.close()
+
+
 def test_outputs_and_answers_reach_the_client_they_are_for(tmp_path: Path) -> None:
     with client_and_engine(tmp_path, 2, rank=0) as (client, engine):
         client.send([ADD, *request_frames("for-0")], 0)

@@ -147,6 +147,11 @@ class EngineServer:
         self.last_fault: str | None = None
         """What was wrong with the last message that failed or was dropped."""
 
+    @property
+    def parallel_config(self) -> Mapping[str, Any]:
+        """What the client said of the data parallel group, from `connect` on."""
+        return self._handshake.parallel_config
+
     # --- life ----------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> EngineServer:
@@ -176,22 +181,33 @@ class EngineServer:
         self._context = zmq.Context()
         try:
             socket = self._socket(zmq.DEALER, self._handshake_address)
+            monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_CONNECTED | _LOST)
             try:
-                socket.send_multipart(self._handshake.hello())
-                deadline = time.monotonic() + timeout
-                while not socket.poll(int(_LOOK_EVERY_S * 1000)):
-                    if time.monotonic() > deadline:
-                        raise TransportTimeout(f"no client answered at {self._handshake_address} within {timeout:g} s")
-                    if self._stopped.is_set():
-                        raise TransportError("the engine server was stopped while it waited for its client")
-                self.addresses = self._handshake.on_init(socket.recv_multipart())
+                self.addresses = self._handshake.on_init(self._say_hello(socket, monitor, timeout))
                 self._connect_clients(self.addresses)
                 socket.send_multipart(self._handshake.ready())
             finally:
+                socket.disable_monitor()
+                monitor.close()
                 socket.close()
         except BaseException:
             self._let_go()
             raise
+
+    def _say_hello(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], timeout: float) -> list[bytes]:
+        """The client's answer. A client that was started anew meanwhile is told anew."""
+        socket.send_multipart(self._handshake.hello())
+        lost, deadline = False, time.monotonic() + timeout
+        while not socket.poll(int(_LOOK_EVERY_S * 1000)):
+            for event in _events(monitor):
+                if event == _CONNECTED and lost:
+                    socket.send_multipart(self._handshake.hello())
+                lost = event == _LOST
+            if time.monotonic() > deadline:
+                raise TransportTimeout(f"no client answered at {self._handshake_address} within {timeout:g} s")
+            if self._stopped.is_set():
+                raise TransportError("the engine server was stopped while it waited for its client")
+        return socket.recv_multipart()
 
     def _connect_clients(self, addresses: Addresses) -> None:
         for address in addresses.outputs:
@@ -316,14 +332,10 @@ class EngineServer:
         """Note which clients are there."""
         with self._monitor_lock:
             for index, monitor in enumerate(self._monitors):
-                while not monitor.closed:
-                    try:
-                        kind, _ = _MONITOR_EVENT.unpack_from(monitor.recv_multipart(zmq.NOBLOCK)[0])
-                    except zmq.Again:
-                        break
-                    if kind == _LOST:
+                for event in _events(monitor):
+                    if event == _LOST:
                         self._lost.setdefault(index, time.monotonic())
-                    elif kind == _CONNECTED:
+                    elif event == _CONNECTED:
                         self._lost.pop(index, None)
 
     def _gone(self, index: int) -> bool:
@@ -463,6 +475,15 @@ class EngineServer:
         """``adds``, ``aborts``, ``utilities``, ``waves`` (messages read), ``failed`` (broken requests that were answered),
         ``dropped`` (messages that nobody could be told of), ``sent``, and those of the ledger."""
         return {**self._counts, **self.ledger.counters}
+
+
+def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    """What a monitor has seen since it was last asked."""
+    while True:
+        try:
+            yield _MONITOR_EVENT.unpack_from(monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
+        except zmq.Again:
+            return
 
 
 def _failed_request(request_id: str, error: RequestError) -> EngineCoreOutputs:
