@@ -78,6 +78,6 @@ def test_the_demo_uses_it_and_every_value_arrives(environment, tmp_path):
 
 def test_the_demo_names_the_processors_there_are(environment):
     ended = run(environment, "-m", "fastmm", "demo", "--processor", "nobody")
-    assert ended.returncode != 0
+    assert ended.returncode == 2
     assert "'nobody': installed are 'patches'" in ended.stderr
     assert "Traceback" not in ended.stderr

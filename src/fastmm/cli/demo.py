@@ -24,6 +24,7 @@ EPILOG = """\
 examples:
   fastmm demo                             the astronaut of scikit-image
   fastmm demo holiday.jpg coffee          a file of yours, and the cup of scikit-image
+  fastmm demo --processor patches         the request made by a processor of another package (see examples/)
   fastmm demo --inline --json             patches inside the main frame; figures as JSON
 
 It ends with 0 when every value that arrived is the right one, 1 when not, 2 when it was given what it cannot use.

@@ -12,6 +12,7 @@ import numpy as np
 import fastmm
 from fastmm.processors import Processed, ProcessorPool, Work, load_processor, to_request
 
+from .errors import CommandError
 from .request import IMAGE_PAD, VISION_END, VISION_START, WORDS, leaf_of
 
 
@@ -29,7 +30,11 @@ class Processing:
     """
 
     def __init__(self, name: str, paths: Sequence[Path], tensors: str) -> None:
-        self._pool = ProcessorPool(load_processor(name), workers=2)
+        try:
+            processor = load_processor(name)
+        except fastmm.FastmmError as error:
+            raise CommandError(f"--processor {name}: {error}") from None
+        self._pool = ProcessorPool(processor, workers=2)
         self._paths = paths
         self._files = [path.read_bytes() for path in paths]
         self._tensors = tensors
