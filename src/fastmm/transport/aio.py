@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -20,10 +20,12 @@ import zmq
 
 from ..errors import Overloaded, TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
-from .connection import receive_frames
+from .connection import receive_frames, send_frames
+from .control import ADD
 from .core import ClientCore, copied
-from .lifetime import Ticket, nbytes_of
-from .registry import Call, Engine, Live, request_id_of
+from .lifetime import nbytes_of
+from .registry import Call, Ended, Engine, Live, request_id_of
+from .worker import Worker
 
 __all__ = ["AsyncEngineClient", "AsyncOutputs"]
 
@@ -33,8 +35,6 @@ INLINE_NBYTES = 1 << 20
 _INLINE_ITEMS = 128
 # How many messages are taken before the event loop has its turn.
 _AT_ONCE = 64
-# How long a wait for room goes on before it looks whether the request still lives.
-_LOOK_EVERY_S = 0.25
 
 
 class _Live(Live):
@@ -174,12 +174,13 @@ class AsyncEngineClient(ClientCore):
 
     def _make_face(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: Worker | None = None  # waits for the engines first, and then encodes and sends large requests
         self._readers: list[int] = []  # descriptors that the loop watches
         self._clock: asyncio.TimerHandle | None = None
-        self._order: asyncio.Lock | None = None
-        self._queued = 0  # how many hold or wait for `_order`: while there are none, a small request may go straight on
-        self._started: asyncio.Future[None] | None = None
+        # Around what leaves by the input socket, for the loop and the worker both send.
+        self._send_lock = threading.Lock()
+        self._queued = 0  # how much the worker has to send: while that is nothing, small requests may leave from the loop
+        self._started: asyncio.Task[None] | None = None
         self._ended: asyncio.Task[None] | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -196,10 +197,9 @@ class AsyncEngineClient(ClientCore):
         if self._loop is not None:
             raise TransportError("the client was started before")
         self._loop = loop = asyncio.get_running_loop()
-        self._order = asyncio.Lock()
-        # One thread: it waits for the engines first, and then encodes large requests, one after the other.
-        self._worker = ThreadPoolExecutor(1, "fastmm-engine-client")
-        self._started = loop.run_in_executor(self._worker, self._start, self._progress_on(loop))
+        self._worker = Worker("fastmm-engine-client")
+        job = self._worker.submit(self._start, self._progress_on(loop))
+        self._started = loop.create_task(job.result(self._closing.set))
         try:
             await asyncio.shield(self._started)
         except BaseException:
@@ -233,19 +233,16 @@ class AsyncEngineClient(ClientCore):
     async def _close(self) -> None:
         if self._started is not None:
             await asyncio.wait([self._started])
-        loop = asyncio.get_running_loop()
         for descriptor in self._readers:
-            loop.remove_reader(descriptor)
+            asyncio.get_running_loop().remove_reader(descriptor)
         if self._clock is not None:
             self._clock.cancel()
         if self._closed is None:
             self._end("the client was closed")
         self._closed = "the client is closed"
-        worker, self._worker = self._worker, None
-        if worker is None:
-            worker = ThreadPoolExecutor(1)
-        await loop.run_in_executor(worker, self._let_go)
-        worker.shutdown(wait=False)
+        worker = self._worker or Worker("fastmm-engine-client")
+        await worker.submit(self._let_go).result(lambda: None)
+        worker.close()
 
     def _close_at_exit(self) -> None:
         """There is no loop any more."""
@@ -295,6 +292,7 @@ class AsyncEngineClient(ClientCore):
         self._admit(live, request)
         outputs._live = live
         try:
+            frames = None
             if not self._queued and not is_large(request):
                 frames = self._encode(live, request)
                 if copied(frames):
@@ -305,54 +303,57 @@ class AsyncEngineClient(ClientCore):
                 except Overloaded:
                     if not wait:
                         raise
-                    await self._send_in_turn(live, request, frames, wait, timeout)
                 else:
                     self._send_request(live, ticket.parcels(frames))
-            else:
-                await self._send_in_turn(live, request, None, wait, timeout)
+                    return
+            await self._send_in_turn(live, request, frames, wait, timeout)
+        except Ended:
+            pass  # the iterator tells
         except BaseException:
-            self._drop(live)
+            if live.sent:
+                self._abort([live])
+            else:
+                self._registry.drop(live)
             raise
 
-    def _drop(self, live: Live) -> None:
-        """Forget a request that failed or was cancelled on its way; the engine is told where it has it."""
-        if live.sent:
-            self._abort([live])
-        else:
-            self._registry.drop(live)
-
     async def _send_in_turn(
-        self, live: Live, request: Any, frames: Sequence[Any] | None, wait: bool, timeout: float | None
+        self, live: _Live, request: Any, frames: Sequence[Any] | None, wait: bool, timeout: float | None
     ) -> None:
-        """Encode and send when all that was asked for before is sent."""
-        order, loop = self._order, self._loop
-        assert order is not None
-        assert loop is not None
+        """Have the worker encode and send, when all that was asked for before is sent."""
+        worker = self._worker
+        assert worker is not None
         self._queued += 1
         try:
-            async with order:
-                if live.ended:
-                    return
-                if frames is None:
-                    frames = await _to_the_end(loop.run_in_executor(self._worker, self._encode, live, request))
-                if copied(frames):
-                    self._send_request(live, frames)
-                else:
-                    ticket = await self._reserve(live, nbytes_of(frames), wait, timeout)
-                    self._send_request(live, ticket.parcels(frames))
+            job = worker.submit(self._encode_and_send, live, request, frames, wait, timeout)
+            del request, frames
+            await job.result(lambda: self._registry.drop(live))
+        except zmq.ZMQError as error:
+            raise self._not_sent(live.engine, error) from None
         finally:
             self._queued -= 1
+        if self._waves.enabled:
+            self._tell_wave(self._waves.on_request(live.engine.rank))
 
-    async def _reserve(self, live: Live, nbytes: int, wait: bool, timeout: float | None) -> Ticket:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = _LOOK_EVERY_S if deadline is None else min(_LOOK_EVERY_S, deadline - time.monotonic())
-            try:
-                return await self.ledger.areserve(nbytes, wait=wait, timeout=left)
-            except TransportTimeout:
-                # Who waits for the room of an engine that is dead but keeps its connection would wait for ever.
-                if live.ended or (deadline is not None and time.monotonic() >= deadline):
-                    raise
+    def _encode_and_send(
+        self, live: Live, request: Any, frames: Sequence[Any] | None, wait: bool, timeout: float | None
+    ) -> None:
+        """The worker's part: all of it but the registry, which is the loop's."""
+        live.check()
+        if frames is None:
+            frames = self._encode(live, request)
+        if not copied(frames):
+            ticket = self.ledger.reserve(nbytes_of(frames), wait=wait, timeout=timeout, check=live.check)
+            frames = ticket.parcels(frames)
+        message = [live.engine.identity, ADD, *frames]
+        with self._send_lock:
+            # In this order: who ends it on the loop sees that it is sent, or is seen here. Aborts wait for the lock.
+            live.sent = True
+            live.check()
+            send_frames(self._bound().input, message)
+
+    def _send(self, engine: Engine, frames: Sequence[Any]) -> None:
+        with self._send_lock:
+            super()._send(engine, frames)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests here and on their engines. Their iterators end with an output that says ABORT; other ids are ignored."""
@@ -396,17 +397,18 @@ class AsyncEngineClient(ClientCore):
     ) -> dict[int, Any]:
         """`call_utility`, with what each engine returned, by rank."""
         self._check_open()
-        order = self._order
-        assert order is not None
+        if self._queued:  # behind the requests that were asked for before
+            worker = self._worker
+            assert worker is not None
+            self._queued += 1
+            try:
+                await worker.submit(int).result(lambda: None)
+            finally:
+                self._queued -= 1
+            self._check_open()
         calls: list[_Call] = []
-        self._queued += 1
-        try:
-            async with order:  # behind the requests that were asked for before
-                self._check_open()
-                for engine in self._registry.call_targets(rank):
-                    calls.append(self._call(engine, method, args))
-        finally:
-            self._queued -= 1
+        for engine in self._registry.call_targets(rank):
+            calls.append(self._call(engine, method, args))
         try:
             _, waiting = await asyncio.wait([call.future for call in calls], timeout=timeout)
             if waiting:
@@ -511,18 +513,3 @@ def _nbytes(payload: Any) -> int:
         return sum(map(_nbytes, payload))
     nbytes = getattr(payload, "nbytes", 8)
     return nbytes if isinstance(nbytes, int) else 8
-
-
-async def _to_the_end(future: asyncio.Future[Any]) -> Any:
-    """Wait for work of another thread even if cancelled meanwhile: what it writes to must not be the caller's again before."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not future.cancelled():
-            future.exception()  # it is looked at
-        raise cancelled
-    return future.result()

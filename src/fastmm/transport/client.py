@@ -23,8 +23,8 @@ from ..errors import TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .connection import receive_frames
 from .core import ClientCore, copied
-from .lifetime import Ticket, nbytes_of
-from .registry import Call, Engine, Live, request_id_of
+from .lifetime import nbytes_of
+from .registry import Call, Ended, Engine, Live, request_id_of
 from .turns import Turns
 
 __all__ = ["EngineClient", "Outputs"]
@@ -37,8 +37,6 @@ _LOOK_AGAIN_S = 0.005
 _LEAVE_S = 5.0
 # Where the output socket is reached from within.
 _NUDGE = "inproc://fastmm-nudge"
-# How long a wait for room goes on before it looks whether the request still lives.
-_LOOK_EVERY_S = 0.25
 
 
 class _Live(Live):
@@ -240,9 +238,12 @@ class EngineClient(ClientCore):
         try:
             frames = self._encode(live, request)
             if not copied(frames):
-                frames = self._reserve(live, nbytes_of(frames), wait, timeout).parcels(frames)
+                ticket = self.ledger.reserve(nbytes_of(frames), wait=wait, timeout=timeout, check=live.check)
+                frames = ticket.parcels(frames)
             with self._lock:
                 self._send_request(live, frames)
+        except Ended:
+            pass  # the iterator tells
         except BaseException:
             with self._lock:
                 self._registry.drop(live)
@@ -250,17 +251,6 @@ class EngineClient(ClientCore):
         return Outputs(self, live)
 
     add_request = generate
-
-    def _reserve(self, live: Live, nbytes: int, wait: bool, timeout: float | None) -> Ticket:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = _LOOK_EVERY_S if deadline is None else min(_LOOK_EVERY_S, deadline - time.monotonic())
-            try:
-                return self.ledger.reserve(nbytes, wait=wait, timeout=left)
-            except TransportTimeout:
-                # Who waits for the room of an engine that is dead but keeps its connection would wait for ever.
-                if live.ended or (deadline is not None and time.monotonic() >= deadline):
-                    raise
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests here and on their engines. Their iterators end with an output that says ABORT; other ids are ignored."""

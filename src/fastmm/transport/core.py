@@ -310,10 +310,13 @@ class ClientCore:
         try:
             send_frames(self._bound().input, [engine.identity, *frames])
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                self._bury(engine, "its connection is gone")
-                raise engine.dead() from None
-            raise TransportError(f"cannot send to {engine.name}: {error.strerror}") from None
+            raise self._not_sent(engine, error) from None
+
+    def _not_sent(self, engine: Engine, error: zmq.ZMQError) -> TransportError:
+        if error.errno == zmq.EHOSTUNREACH:
+            self._bury(engine, "its connection is gone")
+            return engine.dead()
+        return TransportError(f"cannot send to {engine.name}: {error.strerror}")
 
     def _tell(self, engine: Engine, frames: Sequence[Any]) -> None:
         """`_send` what nobody waits for: to an engine that is gone it need not be said."""

@@ -14,7 +14,7 @@ from ..errors import EngineDead, SchemaError, SchemaValueError, UtilityFailed
 from ..schema import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityOutput
 from .handshake import EngineInfo
 
-__all__ = ["Call", "Engine", "Live", "Registry", "request_id_of"]
+__all__ = ["Call", "Ended", "Engine", "Live", "Registry", "request_id_of"]
 
 # How many ids of aborted requests are remembered.
 _LATE_MAX = 1 << 16
@@ -63,6 +63,10 @@ class Engine:
         return EngineDead(f"{self.name} is dead: {self.death}")
 
 
+class Ended(Exception):
+    """A request has ended, one way or another, before it was sent. It knows why, and tells who waits for it."""
+
+
 class Live:
     """A request on its way through an engine. The faces say what becomes of its outputs."""
 
@@ -75,6 +79,11 @@ class Live:
         self.prompt = 0  # prompt tokens that count as not computed yet
         self.sent = False  # whether the engine knows of it
         self.ended = False  # the registry is done with it
+
+    def check(self) -> None:
+        """Raise where there is nothing to send any more: for who waits to send it, perhaps for an engine that is gone."""
+        if self.ended:
+            raise Ended
 
     def push(self, output: EngineCoreOutput) -> None:
         """Take an output; the last has a finish reason."""
