@@ -81,3 +81,19 @@ def test_the_demo_names_the_processors_there_are(environment):
     assert ended.returncode == 2
     assert "'nobody': installed are 'patches'" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_type_checker_takes_it_for_a_processor(environment, tmp_path):
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("needs mypy")
+    (tmp_path / "uses.py").write_text(
+        "from fastmm.processors import HfProcessor, Processor, ProcessorPool, Work\n"
+        "from fastmm.processors.testing import check_processor\n"
+        "from fastmm_patches import PatchProcessor\n"
+        "one: Processor = PatchProcessor()\n"
+        "other: Processor = HfProcessor(None)\n"
+        "check_processor(PatchProcessor(), [Work(request_id='r', images=[b'x'])])\n"
+        "ProcessorPool(PatchProcessor())\n"
+    )
+    ended = run(environment, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "uses.py", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

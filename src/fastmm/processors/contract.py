@@ -259,16 +259,15 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Processor(Protocol):
-    """What a model package brings.
+    """What a model package brings."""
 
-    Attributes
-    ----------
-    schema
-        A dataclass, a msgspec struct or a pydantic model of the request's extensions; None: the processor has none, and
-        requests that carry some are refused.
-    """
+    @property
+    def schema(self) -> type | None:
+        """A dataclass, a msgspec struct or a pydantic model of the request's extensions, as a class attribute.
 
-    schema: type | None
+        None: the processor has none, and requests that carry some are refused.
+        """
+        ...
 
     def process(self, work: Work, tokenizer: Tokenizer | None) -> Processed:
         """Turn a request's prompt and media into expanded ids and features.
