@@ -132,6 +132,7 @@ def test_a_server_that_fails_ends_what_is_pending() -> None:
 
 def test_an_answer_left_early_aborts_the_request_on_the_server() -> None:
     aborted: list[str] = []
+    heard = threading.Event()
 
     def serve(engine: EngineServer) -> None:
         for event in engine:
@@ -139,7 +140,7 @@ def test_an_answer_left_early_aborts_the_request_on_the_server() -> None:
                 engine.send_output(EngineCoreOutput(event.request.request_id, [1]))
             elif isinstance(event, Abort):
                 aborted.extend(event.request_ids)
-                return
+                heard.set()
 
     async def main() -> None:
         client = AsyncEngineClient(startup_timeout=PATIENCE_S)
@@ -148,7 +149,7 @@ def test_an_answer_left_early_aborts_the_request_on_the_server() -> None:
                 async for output in client.generate(request_of("r")):
                     assert output.new_token_ids == [1]
                     break
-                await asyncio.to_thread(threading.enumerate)  # the loop goes on
+                assert await asyncio.to_thread(heard.wait, PATIENCE_S)
         assert len(aborted) == 1
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))

@@ -322,7 +322,8 @@ class EngineServer:
                 break
             else:
                 self._look_at_monitors()
-                if all(self._gone(index) for index in range(count)):
+                # What a client sent before it went still counts: it may have come since we looked.
+                if all(self._gone(index) for index in range(count)) and not self._poller.poll(0):
                     raise PeerClosed(f"all clients of engine {self.rank} have gone")
                 left_ms = int((deadline - time.monotonic()) * 1000)
                 if not self._poller.poll(max(0, left_ms)) and time.monotonic() >= deadline - 0.001:
