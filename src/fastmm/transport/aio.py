@@ -355,6 +355,10 @@ class AsyncEngineClient(ClientCore):
         with self._send_lock:
             super()._send(engine, frames)
 
+    def _let_input_forget(self) -> None:
+        with self._send_lock:
+            super()._let_input_forget()
+
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests here and on their engines. Their iterators end with an output that says ABORT; other ids are ignored."""
         self._check_open()

@@ -33,6 +33,8 @@ __all__ = ["ClientCore"]
 
 _log = logging.getLogger("fastmm.transport")
 
+# Which of its engines' clients this is: they are told of no other.
+_CLIENT_INDEX = 0
 # How long after a connection broke the engine counts as dead: what it had sent before is read first.
 _GRACE_S = 0.05
 _CASTS = {"bfloat16", "float16", "float32"}
@@ -73,8 +75,6 @@ class ClientCore:
         The wire: a `WireProfile`, its name (``"0.28"``), or None for that of the version the engine said.
     tensors
         What tensors among the outputs become: ``"numpy"``, ``"torch"`` or ``"wire"``.
-    client_index
-        Which of the engines' clients this is, where several front ends share them.
     heartbeat
         ``(every, lost_after)`` in seconds: ZMTP heartbeats, so that an engine's host that is lost without a word counts as
         dead. None: every 10 s, lost after 60 s, on TCP; False: none.
@@ -110,7 +110,6 @@ class ClientCore:
         hook: Callable[[Any], Any] | None = None,
         profile: WireProfile | str | None = None,
         tensors: str = "numpy",
-        client_index: int = 0,
         heartbeat: tuple[float, float] | Literal[False] | None = None,
         silence_timeout: float | None = None,
         parallel_config: Mapping[str, Any] | None = None,
@@ -127,7 +126,6 @@ class ClientCore:
         self._dtype = dtype
         self._encoding: dict[str, Any] = {"inplace": inplace, "threshold": threshold, "dedup": dedup, "hook": hook}
         self._profile = as_profile(profile)
-        self._client_index = client_index
         if heartbeat is None:
             heartbeat = _HEARTBEAT_S if handshake is not None and handshake.startswith("tcp://") else False
         self._heartbeat = heartbeat or None
@@ -279,8 +277,8 @@ class ClientCore:
     def _admit(self, live: Live, request: Any) -> Engine:
         """Take a request in, and write the client's index and the wave into it."""
         engine = self._registry.add(live, request, time.monotonic())
-        if request.client_index != self._client_index:
-            request.client_index = self._client_index
+        if request.client_index != _CLIENT_INDEX:
+            request.client_index = _CLIENT_INDEX
         if self._waves.enabled and request.current_wave != self._waves.current:
             request.current_wave = self._waves.current
         return engine
@@ -337,7 +335,7 @@ class ClientCore:
                     self._tell(engine, [START_DP_WAVE, message])
 
     def _utility_frames(self, call_id: int, method: str, args: Sequence[Any]) -> list[Any]:
-        return [UTILITY, *utility_message(self._client_index, call_id, method, args)]
+        return [UTILITY, *utility_message(_CLIENT_INDEX, call_id, method, args)]
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
@@ -396,8 +394,7 @@ class ClientCore:
             if when <= now:
                 del self._suspects[rank]
                 self._bury(self._registry.by_rank[rank], why)
-                # ZMQ lets go of what lay in a broken connection when its socket is next used, and nobody may use it again.
-                self._bound().input.getsockopt(zmq.EVENTS)
+                self._let_input_forget()
         timeout = self._silence_timeout
         if timeout is not None:
             for engine in self._registry.silent(now, timeout):
@@ -405,6 +402,10 @@ class ClientCore:
                 self._bury(engine, f"it owed an answer and said nothing for {timeout:g} s")
                 if told:
                     self._tell(engine, [ABORT, abort_message(told)])  # should it wake up, it need not go on
+
+    def _let_input_forget(self) -> None:
+        """Have ZMQ let go of what lay in a broken connection: it does when its socket is next used, and nobody may use it."""
+        self._bound().input.getsockopt(zmq.EVENTS)
 
     def _bury(self, engine: Engine, why: str) -> None:
         if self._registry.bury(engine, why):
