@@ -251,10 +251,10 @@ def test_for_another_machine_everything_travels_in_the_parcel(carrier):
 
 
 def test_without_room_in_shared_memory_the_parcel_carries_the_bytes(carrier, monkeypatch):
-    def full(fd: int, offset: int, nbytes: int) -> None:
+    def full(fd: int, buffers: object, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "pwritev", full)
     result = processed()
     parcel = carrier.pack(result)
     assert parcel.name is None

@@ -130,19 +130,19 @@ def test_no_room_in_shared_memory_is_slower_and_works(tmp_path):
 
 
 class NoRoom(Carrier):
-    """As `Carrier` is where ``posix_fallocate`` says that there is no space."""
+    """As `Carrier` is where a write says that there is no space left."""
 
     def pack(self, value, *, name=None, shared=True):
-        reserve = os.posix_fallocate
+        write = os.pwritev
 
-        def refuse(fd, offset, nbytes):
+        def refuse(fd, buffers, offset):
             raise OSError(28, "No space left on device")
 
-        os.posix_fallocate = refuse
+        os.pwritev = refuse
         try:
             parcel = super().pack(value, name=name, shared=shared)
         finally:
-            os.posix_fallocate = reserve
+            os.pwritev = write
         assert parcel.name is None
         return parcel
 

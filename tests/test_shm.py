@@ -184,6 +184,21 @@ def test_no_room_is_an_error_that_can_be_caught_and_nothing_is_left(directory, m
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_a_payload_that_finds_no_room_half_way_leaves_nothing(directory, monkeypatch):
+    written = []
+    write = os.pwritev
+
+    def nearly_full(fd: int, buffers: list, offset: int) -> int:
+        if written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(write(fd, buffers[:1], offset))
+        return written[0]
+
+    monkeypatch.setattr(os, "pwritev", nearly_full)
+    with pytest.raises(SharedMemoryFull):
+        Segment.create(100, directory=directory, payload=[bytes(50), bytes(50)])
+
+
 SMALL = """
     import subprocess, sys, os, resource
     from pathlib import Path

@@ -217,12 +217,12 @@ class Segment:
             except FileExistsError:  # of an earlier try that has ended
                 os.unlink(path)
                 fd = os.open(path, flags, 0o600)
-            _reserve(fd, ALIGNMENT + nbytes)
             mapping = None
             if payload is None:
+                _reserve(fd, ALIGNMENT + nbytes)
                 _write(fd, (header,))
                 mapping = Mapping(fd, ALIGNMENT + nbytes)
-            else:
+            else:  # a write that finds no room is an error, too, and takes half the time of reserving it first
                 _write(fd, (header, *payload))
         except OSError as error:
             if fd >= 0:

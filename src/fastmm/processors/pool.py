@@ -110,7 +110,7 @@ class ProcessorPool:
         self._local: tuple[Any, Any] = (None, None)
         if executor == "processes" or (given is not None and not executors.is_local(given)):
             self._crossing = Crossing(processor, tokenizer, budgets, load, run, carrier or Carrier())
-            # Packing takes as long as copying the media: not on a caller's event loop, nor on an executor's thread.
+            # Packing large media takes as long as copying them: not on a caller's event loop, nor on an executor's thread.
             self._packers = ThreadPoolExecutor(min(_PACKERS, workers), thread_name_prefix="fastmm-pack")
         else:
             self._local = load(processor, tokenizer)
@@ -239,7 +239,10 @@ class ProcessorPool:
     def _start(self, job: Job, host: Host) -> None:
         if self._packers is not None:
             try:
-                self._packers.submit(self._send, job, host)
+                if self._is_small(job.work):
+                    self._send(job, host)
+                else:
+                    self._packers.submit(self._send, job, host)
             except RuntimeError:  # shut down meanwhile
                 self._fail(job, ProcessorError("the pool is shut down"))
                 self._crew.release(job, host)
@@ -268,6 +271,19 @@ class ProcessorPool:
         if inner.cancelled():
             self._fail(job, ProcessorDied("the executor was shut down with the request in its queue"))
             self._crew.release(job, host)
+
+    def _is_small(self, work: Work | None) -> bool:
+        """Whether packing a request takes no longer than changing threads."""
+        assert self._crossing is not None
+        if work is None:
+            return True
+        nbytes = 0
+        for source in (work.text or "", *(media.source for media in work.media), *work.prefetched):
+            found = len(source) if isinstance(source, (str, bytes)) else getattr(source, "nbytes", None)
+            if not isinstance(found, int):
+                return False
+            nbytes += found
+        return nbytes < self._crossing.carrier.inline_nbytes
 
     def _send(self, job: Job, host: Host) -> None:
         """Pack a request and hand it over, to a worker that is in another process."""
