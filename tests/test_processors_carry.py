@@ -170,6 +170,22 @@ def test_plain_trees_come_back_as_they_were(value):
     assert_same(there_and_back(carrier, value), value)
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "I;16"])
+def test_images_of_pil_cross_with_their_pixels(carrier, mode):
+    image = pytest.importorskip("PIL.Image")
+    picture = image.effect_noise((37, 21), 50)
+    picture = picture.convert(mode) if mode not in ("LA", "HSV", "YCbCr", "CMYK") else picture.convert("RGB").convert(mode)
+    back = there_and_back(carrier, Media("image", picture)).source
+    assert (back.mode, back.size, back.tobytes()) == (picture.mode, picture.size, picture.tobytes())
+    back.putpixel((0, 0), back.getpixel((1, 1)))  # may be written to, as its original
+
+
+def test_an_image_with_a_palette_is_refused(carrier):
+    image = pytest.importorskip("PIL.Image")
+    with pytest.raises(ProcessorError, match="mode 'P'"):
+        carrier.pack([image.effect_noise((8, 8), 50).convert("P")])
+
+
 # --- no copy ----------------------------------------------------------------------------------------------------------
 
 

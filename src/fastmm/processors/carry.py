@@ -38,6 +38,9 @@ _MAX_DEPTH = 24  # the wire's own limit is 64, and a level of ours is at most tw
 # What may cross, besides plain values and tensors. Nothing else is made on the other side, whatever a parcel says.
 CLASSES: tuple[type, ...] = (Work, Media, Processed, ProcessedItem, Field, PlaceholderRange)
 
+# Those whose pixels are all there is to them: a palette would get lost.
+_PIL_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16"))
+
 _PLAIN = (bool, int, float, str)
 
 
@@ -110,7 +113,8 @@ class Carrier:
         Parameters
         ----------
         value
-            Contract objects, mappings, lists and tuples of plain values, tensors and byte strings.
+            Contract objects, mappings, lists and tuples of plain values, tensors, byte strings and PIL images (their pixels:
+        what else they know, such as EXIF data, stays here).
         name
             Of the segment, as `shm.new_name` made it on the side that will remove it if need be. None: a new one.
         shared
@@ -179,7 +183,7 @@ def _carrier(directory: str, inline_nbytes: int, classes: tuple[type, ...]) -> C
 class _Writer:
     """One tree on its way out. Ids and tensors are in lists of their own, for which encoder and decoder have quick ways."""
 
-    __slots__ = ("_fields", "_numbers", "ids", "path", "tensors", "torch")
+    __slots__ = ("_fields", "_numbers", "ids", "image", "path", "tensors", "torch")
 
     def __init__(self, numbers: Mapping[type, int], fields: list[tuple[str, ...]]) -> None:
         self._numbers = numbers
@@ -189,10 +193,13 @@ class _Writer:
         self.path: list[str] = []
         torch = sys.modules.get("torch")  # a tensor can only exist where torch was imported
         self.torch = None if torch is None else torch.Tensor
+        pil = sys.modules.get("PIL.Image")
+        self.image = None if pil is None else pil.Image
 
     def node(self, value: Any, depth: int) -> Any:
         """``l`` list, ``t`` tuple, ``d`` mapping, ``c`` one of the classes, ``i`` ids, ``T`` a tensor, ``G`` a numpy scalar;
-        over raw bytes ``B`` a byte string, ``W`` a WireTensor, ``M`` an array of a type that numpy itself lacks."""
+        over raw bytes ``B`` a byte string, ``W`` a WireTensor, ``M`` an array of a type that numpy itself lacks, ``P`` a PIL
+        image."""
         kind = type(value)
         if value is None or kind in _PLAIN:
             return value
@@ -230,6 +237,10 @@ class _Writer:
             return ["t", *[self.child(f"[{i}]", item, depth) for i, item in enumerate(value)]]
         if hasattr(value, "__dlpack__"):
             return self.tensor("T", value)
+        if self.image is not None and isinstance(value, self.image):
+            if value.mode not in _PIL_MODES:
+                raise self.refusal(f"a PIL image of mode {value.mode!r} cannot cross to another process: convert it before")
+            return [*self.tensor("P", np.frombuffer(value.tobytes(), np.uint8)), value.mode, list(value.size)]
         raise self.refusal(
             f"a {kind.__module__}.{kind.__qualname__} cannot cross to another process: "
             "expected plain values, tensors, bytes, lists, mappings, or a class that the Carrier was given"
@@ -299,6 +310,10 @@ class _Reader:
             return tensor[()]
         if letter == "B":
             return memoryview(tensor).toreadonly()
+        if letter == "P":
+            from PIL import Image
+
+            return Image.frombuffer(node[2], tuple(node[3]), memoryview(tensor).toreadonly(), "raw", node[2], 0, 1)
         if letter == "W":
             return WireTensor(node[2], node[3], tensor)
         if letter == "M":
