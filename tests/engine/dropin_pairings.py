@@ -43,7 +43,7 @@ def stop(llm: Any) -> None:
 
 
 def answers(llm: Any, model: str) -> dict[str, Any]:
-    return {name: answer(llm, model, name) for name in CASES}
+    return {name: answer(llm, model, case) for name, case in CASES.items()}
 
 
 def send_malformed(llm: Any) -> dict[str, Any]:
@@ -53,7 +53,10 @@ def send_malformed(llm: Any) -> dict[str, Any]:
     for name, frames in MALFORMED.items():
         client.input_socket.send_multipart([client.core_engine, b"\x00", *frames])
         if name in ANSWERED:
-            (output,) = client.get_output().outputs
+            outputs = []
+            while not outputs:  # some messages bring only stats
+                outputs = client.get_output().outputs
+            (output,) = outputs
             said[name] = [output.request_id, output.finish_reason.name]
     for kind in (b"\x01", b"\x03"):
         client.input_socket.send_multipart([client.core_engine, kind, b"\xc1"])
@@ -110,7 +113,7 @@ def main(model: str, directory: str, output: str) -> None:
     result["engine only"] = {"answers": answers(llm, model)}
     abort_and_call(llm)
     result["malformed"] = send_malformed(llm)
-    result["after malformed"] = answer(llm, model, "one")
+    result["after malformed"] = answer(llm, model, CASES["one"])
     stop(llm)
     path.write_text(json.dumps(result, indent=1), encoding="utf-8")
 

@@ -5,8 +5,8 @@ import logging
 import msgspec
 import pytest
 import torch
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.serial_utils import OOBTensorConsumer
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
+from vllm.v1.serial_utils import OOBTensorConsumer, UtilityResult
 
 from fastmm.integrations.vllm import codec, compare, counters, guard, trial
 from fastmm.integrations.vllm import log as log_module
@@ -29,38 +29,85 @@ def broken(*_, **__):
     raise RuntimeError(SECRET)
 
 
+def broken_once(then):
+    """A function that fails the first time it is called: what goes wrong in fastmm does not go wrong again in vLLM."""
+    calls = []
+
+    def function(*arguments):
+        calls.append(arguments)
+        return broken() if len(calls) == 1 else then(*arguments)
+
+    return function
+
+
 def received(frames):
     return [bytearray(frame) for frame in frames]
 
 
+class Consumer(OOBTensorConsumer):
+    """Takes every tensor; the first one that it is offered may fail."""
+
+    def __init__(self, fails_at=None):
+        self.tensors, self.messages, self.fails_at = [], 0, fails_at
+
+    def __call__(self, tensor):
+        if len(self.tensors) == self.fails_at:
+            self.fails_at = None
+            broken()
+        self.tensors.append(tensor)
+        return {"tensor_id": len(self.tensors) - 1}
+
+    def new_message(self):
+        self.messages += 1
+        self.tensors.clear()
+
+
 @pytest.mark.parametrize("method", ["encode", "encode_into"])
-@pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_that_fastmm_fails_on_is_encoded_by_vllm(name, method, monkeypatch, log):
-    monkeypatch.setattr(guard, f"_{method}", broken)
-    message, _ = MESSAGES[name]
+def test_a_message_that_fastmm_fails_on_is_encoded_by_vllm(method, log):
     before = counters.values()["faults"]
     arguments = [bytearray(b"left over from the last message" * 100)] if method == "encode_into" else []
-    frames = getattr(guard.GuardedEncoder(), method)(message, *arguments)
-    assert compare.frames_difference(VllmEncoder().encode(message), frames) is None
+    consumer = Consumer(fails_at=1)
+    frames = getattr(guard.GuardedEncoder(None, consumer), method)(REQUEST, *arguments)
+    assert consumer.messages == 2  # what was sent for the first is stale, as after a failed send
+    assert len(consumer.tensors) == 2
+    assert compare.frames_difference(VllmEncoder(None, Consumer()).encode(REQUEST), frames) is None
     if arguments:
         assert frames[0] is arguments[0]
     assert counters.values()["faults"] == before + 1
     (warning,) = [r.getMessage() for r in log.records]
-    assert f"{method} of {type(message).__qualname__} failed (RuntimeError)" in warning
+    assert f"{method} of EngineCoreRequest failed (RuntimeError)" in warning
     assert "in broken" in warning  # where, for a report
     assert SECRET not in warning
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_that_fastmm_fails_on_is_decoded_by_vllm(name, monkeypatch, log):
+def test_any_message_can_be_left_to_vllm(name, log):
     message, kind = MESSAGES[name]
-    frames = received(VllmEncoder().encode(message))
-    monkeypatch.setattr(guard, "_decode", broken)
-    decoded = guard.GuardedDecoder(kind).decode(frames)
+    expected = VllmEncoder().encode(message)
+    encoder, buffer = guard.GuardedEncoder(), bytearray(b"old" * 1000)
+    assert compare.frames_difference(expected, encoder.after_fault(RuntimeError(SECRET), message)) is None
+    into = encoder.after_fault(RuntimeError(SECRET), message, buffer)
+    assert into[0] is buffer
+    assert compare.frames_difference(expected, into) is None
+    frames = received(expected)
+    decoded = guard.GuardedDecoder(kind).after_error(RuntimeError(SECRET), frames)
     assert compare.difference(VllmDecoder(kind).decode(frames), decoded) is None
+    assert len(log.records) == 3
+    assert SECRET not in log.text
+
+
+def test_a_message_that_fastmm_fails_on_is_decoded_by_vllm(monkeypatch, log):
+    kind = EngineCoreOutputs
+    frames = received(VllmEncoder().encode(kind(utility_output=UtilityOutput(call_id=1, result=UtilityResult([1])))))
+    expected = VllmDecoder(kind).decode(frames)
+    monkeypatch.setattr(codec.MsgpackDecoder, "dec_hook", broken_once(codec.MsgpackDecoder.dec_hook))
+    decoder = guard.GuardedDecoder(kind)
+    assert compare.difference(expected, decoder.decode(frames)) is None
     (warning,) = [r.getMessage() for r in log.records]
-    assert "decode to" in warning
+    assert "decode to EngineCoreOutputs failed (RuntimeError)" in warning
     assert SECRET not in warning
+    assert compare.difference(expected, decoder.decode(frames)) is None  # the next one is ours again
+    assert len(log.records) == 1
 
 
 def test_what_vllm_would_raise_too_is_raised_as_vllm_raises_it(log):
@@ -76,12 +123,11 @@ def test_what_vllm_would_raise_too_is_raised_as_vllm_raises_it(log):
     assert log.records == []  # no fault of ours
 
 
-def test_the_encoder_is_good_again_for_the_next_message(monkeypatch):
-    encoder = guard.GuardedEncoder()
-    with monkeypatch.context() as patch:
-        patch.setattr(guard, "_encode", broken)
-        encoder.encode(REQUEST)
-    assert compare.frames_difference(VllmEncoder().encode(REQUEST), encoder.encode(REQUEST)) is None
+def test_the_encoder_is_good_again_for_the_next_message(log):
+    encoder = guard.GuardedEncoder(None, Consumer(fails_at=0))
+    encoder.encode(REQUEST)
+    assert compare.frames_difference(VllmEncoder(None, Consumer()).encode(REQUEST), encoder.encode(REQUEST)) is None
+    assert len(log.records) == 1
 
 
 def test_codecs_that_cannot_even_be_made_are_vllms(monkeypatch, log):
@@ -98,76 +144,59 @@ def test_codecs_that_cannot_even_be_made_are_vllms(monkeypatch, log):
     assert SECRET not in log.text
 
 
-@pytest.mark.parametrize("error", [msgspec.ValidationError("no"), msgspec.DecodeError("no")])
-def test_a_refusal_is_no_fault_and_is_not_tried_again(error, monkeypatch, log):
-    def refuse(self, bufs):
-        raise error
-
-    monkeypatch.setattr(guard, "_decode", refuse)
-    before = counters.values()
-    with pytest.raises(type(error)):
-        guard.GuardedDecoder(KIND).decode(received(VllmEncoder().encode(REQUEST)))
-    assert counters.values() == before | {"refused": before["refused"] + 1}
+def test_a_refusal_is_no_fault_and_is_not_tried_again(monkeypatch, log):
+    frames = received(VllmEncoder().encode(REQUEST))
+    asked = []
+    monkeypatch.setattr(VllmDecoder, "decode", lambda self, bufs: asked.append(bufs))
+    for damaged in ([], frames[:1], [frames[0][:-1], *frames[1:]], [*frames, b"one too many"]):
+        before = counters.values()
+        with pytest.raises(msgspec.DecodeError):
+            guard.GuardedDecoder(KIND).decode(damaged)
+        assert counters.values() == before | {"refused": before["refused"] + 1}
+    assert asked == []
     assert log.records == []
 
 
-class Consumer(OOBTensorConsumer):
-    def __init__(self):
-        self.tensors, self.messages = [], 0
-
-    def __call__(self, tensor):
-        self.tensors.append(tensor)
-        return {"tensor_id": len(self.tensors) - 1}
-
-    def new_message(self):
-        self.messages += 1
-        self.tensors.clear()
+def test_what_vllm_fails_on_too_is_raised_as_a_refusal(monkeypatch, log):
+    frames = received(VllmEncoder().encode(REQUEST))
+    decoder = guard.GuardedDecoder(KIND)
+    monkeypatch.setattr(VllmDecoder, "decode", broken)
+    with pytest.raises(msgspec.ValidationError):
+        decoder.after_error(KeyError("dtype"), frames)
+    assert log.records == []
 
 
-def test_out_of_band_tensors_are_offered_again_after_a_fault(monkeypatch):
-    consumer = Consumer()
-
-    def broken_late(self, obj):
-        codec.MsgpackEncoder.encode(self, obj)
-        broken()
-
-    monkeypatch.setattr(guard, "_encode", broken_late)
-    frames = guard.GuardedEncoder(None, consumer).encode(REQUEST)
-    assert consumer.messages == 2  # the first one is stale, as after a failed send
-    assert len(consumer.tensors) == 2
-    decoded = VllmDecoder(KIND, oob_tensor_provider=lambda dtype, shape, meta: consumer.tensors[meta["tensor_id"]]).decode(
-        received(frames)
-    )
-    assert compare.difference(REQUEST.mm_features, decoded.mm_features) is None
+def test_out_of_band_tensors_come_through_after_a_fault():
+    consumer = Consumer(fails_at=1)
+    frames = received(guard.GuardedEncoder(None, consumer).encode(REQUEST))
+    tensors = list(consumer.tensors)
+    decoder = VllmDecoder(KIND, oob_tensor_provider=lambda dtype, shape, meta: tensors[meta["tensor_id"]])
+    assert compare.difference(REQUEST.mm_features, decoder.decode(frames).mm_features) is None
 
 
-def test_a_provider_that_was_asked_is_not_asked_for_the_same_tensors_again(monkeypatch):
+def test_a_provider_is_not_asked_for_the_same_tensors_again():
     consumer, asked = Consumer(), []
     frames = received(VllmEncoder(None, consumer).encode(REQUEST))
 
     def provider(dtype, shape, meta):
         asked.append(meta["tensor_id"])
-        return consumer.tensors[meta["tensor_id"]]
-
-    def broken_late(self, bufs):
-        codec.MsgpackDecoder.decode(self, bufs)
-        broken()
+        return consumer.tensors[meta["tensor_id"]] if len(asked) != 2 else broken()
 
     decoder = guard.GuardedDecoder(KIND, True, provider)
-    monkeypatch.setattr(guard, "_decode", broken_late)
-    with pytest.raises(RuntimeError):
+    assert decoder.oob_tensor_provider is provider
+    with pytest.raises(msgspec.DecodeError):
         decoder.decode(frames)
     assert asked == [0, 1]
-    monkeypatch.setattr(guard, "_decode", broken)  # before it was asked: vLLM may
+    with pytest.raises(RuntimeError):  # nor after a fault of fastmm's: it may have been asked
+        decoder.after_error(RuntimeError(), frames)
+    assert asked == [0, 1]
     assert len(decoder.decode(frames).mm_features) == 2
-    assert asked == [0, 1, 0, 1]
 
 
-def test_a_flood_of_faults_does_not_flood_the_log(monkeypatch, log):
-    monkeypatch.setattr(guard, "_encode", broken)
+def test_a_flood_of_faults_does_not_flood_the_log(log):
     encoder = guard.GuardedEncoder()
     for _ in range(1000):
-        encoder.encode(["r"])
+        encoder.after_fault(RuntimeError(SECRET), ["r"])
     assert len(log.records) == log_module.FIRST + 2  # the 100th and the 1000th
     assert "1000 times" in log.records[-1].getMessage()
 

@@ -10,12 +10,12 @@ import typing
 from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.object cimport PyObject_SetAttr, PyTypeObject
+from cpython.object cimport PyTypeObject
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
-from fastmm.errors import DecodeError
+from fastmm.errors import DecodeError, SchemaError
 
 from .decode_frames cimport FEW_FRAMES, frames_close, frames_open, frames_room, state_end, state_start
 from .decode_ids cimport read_ids
@@ -41,13 +41,18 @@ from .decode_state cimport (
 )
 from .decode_tensor cimport tensor_of
 from .decode_tree cimport read_value
-from .record cimport class_attribute, record_get, slot_offset
+from .record cimport class_attribute, record_get, record_replace, slot_offset
 from .tensor cimport FAMILY_EXCHANGE, FAMILY_NUMPY
+
+cdef extern from "Python.h":
+    bint PyObject_GC_IsTracked(object)
+    void PyObject_GC_Track(object)
 
 cdef enum:
     RAW_VIEW = 3  # ext code of tensor data
-    IDS_MIN = 64  # fewer ids are not worth a cut
-    SMALL_NBYTES = 512  # of a main frame without features: msgspec alone is quicker
+    IDS_MIN = 20  # fewer ids are not worth a cut
+    SMALL_NBYTES = 256  # of a main frame without features: msgspec alone is quicker
+    FEATURES_AHEAD = 16  # messages without features after one with them, until the next are thought to have none
     NIL = 0xc0
 
 
@@ -67,6 +72,13 @@ def adopt_classes(feature, placeholder, item, elem, dict factories, tensor):
 
 
 cdef DecodeState no_message  # what `state` points to while msgspec alone reads a message
+
+
+cdef Py_ssize_t slot_of(object cls, str name) except 0:
+    cdef Py_ssize_t offset = slot_offset(<PyTypeObject*>cls, class_attribute(cls, name))
+    if offset == 0:
+        raise SchemaError(f"expected {cls.__qualname__} to have a slot {name}")
+    return offset
 
 
 cdef struct Cut:  # an element of the main frame's array that is read here
@@ -106,7 +118,10 @@ cdef class VllmDecoder:
     cdef const DecodePlan* features
     cdef int ids_index  # -1: none
     cdef int features_index
-    cdef Py_ssize_t features_offset  # of their slot
+    cdef Py_ssize_t ids_offset  # of their slots
+    cdef Py_ssize_t features_offset
+    cdef int features_ahead  # small messages are looked at for features: some had them lately
+    cdef bint tracked  # by the collector: messages are
     cdef object ids_name
     cdef object features_name
     cdef public bint share_mem
@@ -123,10 +138,13 @@ cdef class VllmDecoder:
         self.whole = NULL if whole is None else decode_plan_of(whole)
         self.ids_index, self.ids_name = (-1, None) if ids is None else ids
         self.features_index, self.features_name = (-1, None) if features is None else features
+        self.tracked = hasattr(of_type, "__struct_config__") and of_type.__struct_config__.gc
+        if ids is not None:
+            self.ids_offset = slot_of(of_type, self.ids_name)
         self.features = NULL
         if features is not None:
             self.features = decode_plan_of(list[feature])
-            self.features_offset = slot_offset(<PyTypeObject*>of_type, class_attribute(of_type, self.features_name))
+            self.features_offset = slot_of(of_type, self.features_name)
         self.parts = ()
         self.tensor_class = tensor_class
         self.array_class = array_class
@@ -151,7 +169,7 @@ cdef class VllmDecoder:
             main = bufs
         try:
             if main is not None and self.state is NULL and self.whole is NULL and (
-                    self.features is NULL or len(main) < SMALL_NBYTES):
+                    self.features is NULL or not self.features_ahead and len(main) < SMALL_NBYTES):
                 # Nothing to cut: msgspec reads it all, without the cost of opening frames.
                 self.state = &no_message
                 try:
@@ -165,14 +183,19 @@ cdef class VllmDecoder:
                     return message
             return self.decode_frames(bufs)
         except Exception as error:
-            refusal = self.refusal(error)
-            if refusal is None:
-                raise
-            raise refusal from error
+            return self.after_error(error, bufs)
+
+    def after_error(self, error, bufs):
+        """What comes of a message that could not be decoded: here, the error, or what is to be raised in its place."""
+        refusal = self.refusal(error)
+        if refusal is None:
+            raise error
+        raise refusal from error
 
     cdef object decode_frames(self, object bufs):
         cdef FrameView few[FEW_FRAMES]
         cdef FrameView* views
+        cdef Py_buffer main
         cdef tuple parts
         cdef Py_ssize_t nframes
         if self.state is not NULL:
@@ -186,12 +209,12 @@ cdef class VllmDecoder:
             raise DecodeError("expected a main frame, got no frames")
         views = frames_room(few, nframes)
         try:
-            frames_open(parts, views, False)
+            frames_open(parts, views, &main, False)
             self.parts = parts
             return self.decode_views(parts, views, nframes)
         finally:
             self.parts = ()
-            frames_close(few, views, nframes)
+            frames_close(few, views, nframes, &main)
 
     def dec_hook(self, t, obj):
         """What ``obj``, plain values, is as a ``t``."""
@@ -276,33 +299,37 @@ cdef class VllmDecoder:
         cdef uint64_t skipped = 0
         cdef int last = max(self.ids_index, self.features_index)
         cdef int ncuts = 0, index
-        cdef list values = [], names = []
+        cdef object ids = None, features = None
         if last < 0 or fmm_read_array(&s.reader, &nelem) != FMM_OK or <int64_t>nelem <= last:
             return self.read_rest(s, main)
         for index in range(last + 1):
             at = s.reader.cur
-            if index == self.ids_index and many_ids(&s.reader):
-                value = self.ids_of(s)
-                if value is None:
+            if index == self.ids_index and at != s.reader.end and fmm_kind_of(at[0]) == FMM_KIND_ARRAY:
+                if skip_few_ids(&s.reader):
+                    continue
+                ids = self.ids_of(s)
+                if ids is None:
                     return self.read_rest(s, main)  # msgspec says what is wrong
-                names.append(self.ids_name)
             elif index == self.features_index and at != s.reader.end and fmm_kind_of(at[0]) == FMM_KIND_ARRAY:
                 enter(s)
                 step_name(s, STEP_FIELD, <PyObject*>self.features_name)
-                value = read_value(s, self.features)
+                features = read_value(s, self.features)
                 s.depth -= 1
-                names.append(self.features_name)
+                self.features_ahead = FEATURES_AHEAD
             elif fmm_read_skip(&s.reader, MAX_DEPTH, &skipped) == FMM_OK:
                 continue
             else:
                 return self.read_rest(s, main)
-            values.append(value)
             cuts[ncuts].start = at
             cuts[ncuts].end = s.reader.cur
             ncuts += 1
         message = self.read_rest(s, main if ncuts == 0 else without(s, cuts, ncuts))
-        for index in range(ncuts):
-            PyObject_SetAttr(message, names[index], values[index])
+        if ids is not None:
+            put(message, self.ids_offset, ids, self.tracked)
+        if features is not None:
+            put(message, self.features_offset, features, self.tracked)
+        elif self.features_ahead:
+            self.features_ahead -= 1
         return message
 
     cdef object ids_of(self, DecodeState* s):
@@ -337,10 +364,31 @@ cdef class VllmDecoder:
         return 0
 
 
-cdef bint many_ids(const fmm_reader_t* reader) noexcept:
+cdef int put(object message, Py_ssize_t offset, object value, bint tracked) except -1:
+    record_replace(message, offset, value)
+    if tracked and not PyObject_GC_IsTracked(message):  # msgspec leaves a struct without containers to itself
+        PyObject_GC_Track(message)
+    return 0
+
+
+cdef inline bint skip_few_ids(fmm_reader_t* reader) noexcept:
+    """Goes past a list of ids too short to be worth a cut; False, and the cursor stays, for any other."""
     cdef fmm_reader_t ahead = reader[0]
-    cdef uint32_t nelem = 0
-    return fmm_read_array(&ahead, &nelem) == FMM_OK and nelem >= IDS_MIN
+    cdef uint32_t nelem = 0, _i
+    cdef uint8_t lead
+    cdef size_t nbytes
+    if fmm_read_array(&ahead, &nelem) != FMM_OK or nelem >= IDS_MIN:
+        return False
+    for _i in range(nelem):
+        if ahead.cur == ahead.end:
+            return False
+        lead = ahead.cur[0]
+        nbytes = 1 if lead < 0x80 else 3 if lead == 0xcd else 5 if lead == 0xce else 2 if lead == 0xcc else 0
+        if nbytes == 0 or <size_t>(ahead.end - ahead.cur) < nbytes:
+            return False
+        ahead.cur += nbytes
+    reader[0] = ahead
+    return True
 
 
 cdef bytes without(DecodeState* s, const Cut* cuts, int ncuts):

@@ -76,6 +76,8 @@ cdef class VllmEncoder(Encoder):
                 return self.write(obj)
             except FastmmError:
                 pass
+            except Exception as error:
+                return self.after_fault(error, obj)
         self.messages_left += 1
         return super(Encoder, self).encode(obj)
 
@@ -86,8 +88,14 @@ cdef class VllmEncoder(Encoder):
                 return Encoder.encode_into(self, obj, buf)
             except FastmmError:
                 pass
+            except Exception as error:
+                return self.after_fault(error, obj, buf)
         self.messages_left += 1
         return super(Encoder, self).encode_into(obj, buf)
+
+    def after_fault(self, error, obj, buf=None) -> list:
+        """What comes of a message that failed for no reason of this encoder's own: here, the error."""
+        raise error
 
     cdef list write(self, object obj):
         cdef Message message = self.spare

@@ -46,6 +46,8 @@ def tolerant(decoder: Any) -> Any:
     """Derive the decoder of an engine core's input thread from any other."""
 
     class TolerantDecoder(decoder):  # type: ignore[misc]
+        _tolerates = False  # until it is made
+
         def __init__(self, t: Any | None = None, share_mem: bool = True, oob_tensor_provider: Any = None) -> None:
             super().__init__(t, share_mem, oob_tensor_provider)
             self._requests = getattr(t, "__name__", "") == "EngineCoreRequest"
@@ -53,17 +55,30 @@ def tolerant(decoder: Any) -> Any:
             fields = getattr(t, "__struct_fields__", ())
             self._client_index_position = fields.index("client_index") if self._requests else 0
 
-        def decode(self, bufs: Any) -> Any:
-            try:
-                return super().decode(bufs)
-            except Exception as error:
-                if not self._tolerates:
-                    raise
-                if self._requests:
-                    return Broken(error, *self._salvage(bufs))
-                counters.add(counters.dropped)
-                warn("dropped", "fastmm: a message that is no request could not be decoded and is dropped: %s", describe(error))
-                return DROPPED
+        def _tolerate(self, error: Exception, bufs: Any) -> Any:
+            if not self._tolerates:
+                raise error
+            if self._requests:
+                return Broken(error, *self._salvage(bufs))
+            counters.add(counters.dropped)
+            warn("dropped", "fastmm: a message that is no request could not be decoded and is dropped: %s", describe(error))
+            return DROPPED
+
+        if hasattr(decoder, "after_error"):  # fastmm's own: only a message that failed comes here
+
+            def after_error(self, error: Exception, bufs: Any) -> Any:
+                try:
+                    return super().after_error(error, bufs)
+                except Exception as final:
+                    return self._tolerate(final, bufs)
+
+        else:
+
+            def decode(self, bufs: Any) -> Any:
+                try:
+                    return super().decode(bufs)
+                except Exception as error:
+                    return self._tolerate(error, bufs)
 
         def _salvage(self, bufs: Any) -> tuple[str | None, int | None]:
             try:
