@@ -48,6 +48,7 @@ class Crossing:
         processor: Any,
         tokenizer: Any,
         budgets: Budgets | None,
+        dtype: str | None,
         load: Callable[[Any, Any], tuple[Any, Any]],
         run: Callable[..., Any],
         carrier: Carrier,
@@ -55,7 +56,7 @@ class Crossing:
         self.carrier = carrier
         self.directory = carrier.directory
         key, host = secrets.token_hex(8), shm.host_key(self.directory)
-        self.spec = worker.Spec(key, processor, tokenizer, budgets, load, run, carrier, host)
+        self.spec = worker.Spec(key, processor, tokenizer, budgets, dtype, load, run, carrier, host)
         self._shared = True  # until a worker says that it is on another machine
         with contextlib.suppress(OSError):
             shm.sweep(self.directory)

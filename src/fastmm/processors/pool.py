@@ -15,6 +15,7 @@ from ..errors import FastmmError, ProcessorDied, ProcessorError, ProcessorTimeou
 from . import executors, worker
 from .aio import awaitable_of
 from .carry import Carrier
+from .casting import cast_result, wire_dtype
 from .contract import Budgets, Processor, Tokenizer, Work
 from .crew import Crew, Host, Job
 from .crossing import Crossing, Resend, Trip
@@ -52,6 +53,9 @@ class ProcessorPool:
         Where results are parked, besides being the result of the future.
     budgets
         What a request may ask for; None: the defaults of `Budgets`.
+    dtype
+        What floating features end in (``"bfloat16"``, or the type of torch or numpy): the worker casts them, so that half
+        the bytes cross, and whoever encodes the result has nothing to cast. None: as the processor made them.
     load
         ``load(processor, tokenizer) -> (processor, tokenizer)``: how they are made ready, once per process.
     run
@@ -80,6 +84,7 @@ class ProcessorPool:
         timeout: float | None = None,
         store: ResultStore | None = None,
         budgets: Budgets | None = None,
+        dtype: Any = None,
         load: Callable[[Any, Any], tuple[Any, Any]] = worker.load_both,
         run: Callable[..., Any] = process_work,
         carrier: Carrier | None = None,
@@ -92,6 +97,7 @@ class ProcessorPool:
         self.store = store
         self.budgets = budgets
         self._run = run
+        self._dtype = wire_dtype(dtype)
         self._timeout = timeout
         self._make: Callable[[], Executor] | None = None
         given: Executor | None = None
@@ -109,7 +115,7 @@ class ProcessorPool:
         self._packers: ThreadPoolExecutor | None = None
         self._local: tuple[Any, Any] = (None, None)
         if executor == "processes" or (given is not None and not executors.is_local(given)):
-            self._crossing = Crossing(processor, tokenizer, budgets, load, run, carrier or Carrier())
+            self._crossing = Crossing(processor, tokenizer, budgets, self._dtype, load, run, carrier or Carrier())
             # Packing large media takes as long as copying them: not on a caller's event loop, nor on an executor's thread.
             self._packers = ThreadPoolExecutor(min(_PACKERS, workers), thread_name_prefix="fastmm-pack")
         else:
@@ -262,7 +268,8 @@ class ProcessorPool:
         work = job.work
         try:
             if work is not None:  # not cancelled meanwhile
-                self._complete(job, self._run(self._local[0], work, self._local[1], budgets=self.budgets))
+                result = self._run(self._local[0], work, self._local[1], budgets=self.budgets)
+                self._complete(job, result if self._dtype is None else cast_result(result, self._dtype))
         except BaseException as error:
             self._fail(job, _as_ours(error))
         self._crew.release(job, host)

@@ -16,6 +16,7 @@ from typing import Any
 from .. import errors, shm
 from ..errors import FastmmError, ProcessorError
 from .carry import Carrier, Parcel
+from .casting import cast_result
 from .contract import Budgets, Work
 
 __all__ = ["Again", "Failure", "Spec", "load_both", "mark_of", "serve"]
@@ -51,6 +52,7 @@ class Spec:
     processor: Any
     tokenizer: Any
     budgets: Budgets | None
+    dtype: str | None
     load: Callable[[Any, Any], tuple[Any, Any]]
     run: Callable[..., Any]
     carrier: Carrier
@@ -170,6 +172,8 @@ def serve(key: str, spec: Spec | None, parcel: Parcel | Work, reply: str, pool: 
         work = spec.carrier.unpack(parcel) if isinstance(parcel, Parcel) else parcel
         processor, tokenizer = known.both()
         result = spec.run(processor, work, tokenizer, budgets=spec.budgets)
+        if spec.dtype is not None:
+            result = cast_result(result, spec.dtype)
         if pool == shm.process_key():
             return Raw(result)
         return spec.carrier.pack(result, name=reply, shared=known.same_host)
