@@ -137,15 +137,19 @@ def vllm_command(*words: str) -> list[str]:
 
 
 def headless_engine(
-    model: Path, port: int, *, log: Path, environment: Mapping[str, str], data_parallel: int = 1, **options: Any
+    model: Path, port: int, *, log: Path, environment: Mapping[str, str], rank: int = 0, of: int = 1, **options: Any
 ) -> Process:
-    """An engine core without vLLM's front end: it dials the handshake at ``tcp://127.0.0.1:PORT`` until somebody answers."""
+    """An engine core without vLLM's front end: it dials the handshake at ``tcp://127.0.0.1:PORT`` until somebody answers.
+
+    `rank` is which it is `of` how many that share the load, each started by itself, as on as many machines.
+    """
     words = [
         "--headless",
         "--data-parallel-size",
-        str(data_parallel),
+        str(of),
         "--data-parallel-size-local",
-        str(data_parallel),
+        "1",
+        *(["--data-parallel-start-rank", str(rank)] if of > 1 else []),
         "--data-parallel-address",
         "127.0.0.1",
         "--data-parallel-rpc-port",

@@ -85,10 +85,11 @@ class FrontEnd:
 
 
 def sampling_of(case: Case, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """As vLLM's front end completes them: the model's end of sequence stops it."""
+    """As vLLM's front end completes them: the model's end of sequence stops it, unless that is to be ignored."""
     from models import END
 
-    return {**case.sampling_params(), "_eos_token_id": END, "_all_stop_token_ids": {END}, **(more or {})}
+    asked = {**case.sampling_params(), **(more or {})}
+    return asked if asked.get("ignore_eos") else {"_eos_token_id": END, "_all_stop_token_ids": {END}, **asked}
 
 
 def table(entry: Any) -> list[dict[int, float]]:
