@@ -22,16 +22,17 @@ cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
 
 
-cdef int check_placeholder(DecodeState* s, object placeholder, const uint8_t* at) except -1:
+cdef int check_placeholder(DecodeState* s, PyObject** values, const uint8_t* at) except -1:
     cdef int overflow = 0
-    cdef long long offset = PyLong_AsLongLongAndOverflow(placeholder.offset, &overflow)
+    cdef long long offset = PyLong_AsLongLongAndOverflow(<object>values[0], &overflow)
     cdef long long length = 0
     if overflow == 0:
-        length = PyLong_AsLongLongAndOverflow(placeholder.length, &overflow)
+        length = PyLong_AsLongLongAndOverflow(<object>values[1], &overflow)
     if overflow or offset < 0 or length < 0:
         fail(s, at, "expected offset and length of a placeholder >= 0 and below 2**63")
     # The mask is the one tensor of a placeholder, so the last that was read.
-    if placeholder.is_embed is not None and (s.tensor_dtype != FMM_BOOL or s.tensor_ndim != 1 or s.tensor_extent != length):
+    if values[2] is not NULL and <object>values[2] is not None and (
+            s.tensor_dtype != FMM_BOOL or s.tensor_ndim != 1 or s.tensor_extent != length):
         fail(s, at, f"expected is_embed to be a bool tensor of shape ({length},), got another type or shape")
     return 0
 

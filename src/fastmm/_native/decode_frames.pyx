@@ -47,13 +47,15 @@ cdef FrameView* frames_room(FrameView* few, Py_ssize_t nframes) except NULL:
     return views
 
 
-cdef int64_t frames_open(tuple parts, FrameView* views, bint guarded) except -1:
+cdef int64_t frames_open(tuple parts, FrameView* views, Py_buffer* main, bint guarded) except -1:
     cdef FrameView* view
     cdef FrameHolder holder
     cdef Frame frame
     cdef Py_ssize_t i
     cdef int64_t total = 0
-    for i in range(len(parts)):
+    memset(main, 0, sizeof(Py_buffer))
+    open_main(parts[0], &views[0], main)
+    for i in range(1, len(parts)):
         part = parts[i]
         view = &views[i]
         if PyBytes_CheckExact(part):
@@ -69,10 +71,7 @@ cdef int64_t frames_open(tuple parts, FrameView* views, bint guarded) except -1:
             owner = part
         else:
             holder = FrameHolder.__new__(FrameHolder)
-            try:
-                PyObject_GetBuffer(part, &holder.buffer, PyBUF_SIMPLE)
-            except Exception as error:
-                raise DecodeError(f"expected a frame, contiguous bytes, got a {type(part).__name__}", frame=i) from error
+            export(part, i, &holder.buffer)
             holder.held = True
             view.data = <const uint8_t*>holder.buffer.buf
             view.nbytes = holder.buffer.len
@@ -81,13 +80,33 @@ cdef int64_t frames_open(tuple parts, FrameView* views, bint guarded) except -1:
             owner = holder
         Py_INCREF(owner)
         view.owner = <PyObject*>owner
-        if i:
-            total += view.nbytes
+        total += view.nbytes
     return total
 
 
-cdef void frames_close(FrameView* few, FrameView* views, Py_ssize_t nframes) noexcept:
+cdef int open_main(object part, FrameView* view, Py_buffer* main) except -1:
+    if PyBytes_CheckExact(part):
+        view.data = <const uint8_t*>PyBytes_AS_STRING(part)
+        view.nbytes = PyBytes_GET_SIZE(part)
+        return 0
+    export(part, 0, main)
+    view.data = <const uint8_t*>main.buf
+    view.nbytes = main.len
+    return 0
+
+
+cdef int export(object part, Py_ssize_t index, Py_buffer* buffer) except -1:
+    try:
+        PyObject_GetBuffer(part, buffer, PyBUF_SIMPLE)
+    except Exception as error:
+        memset(buffer, 0, sizeof(Py_buffer))
+        raise DecodeError(f"expected a frame, contiguous bytes, got a {type(part).__name__}", frame=index) from error
+    return 0
+
+
+cdef void frames_close(FrameView* few, FrameView* views, Py_ssize_t nframes, Py_buffer* main) noexcept:
     cdef Py_ssize_t i
+    PyBuffer_Release(main)
     for i in range(nframes):
         Py_XDECREF(views[i].owner)
         Py_XDECREF(views[i].copy)

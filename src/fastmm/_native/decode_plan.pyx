@@ -344,7 +344,10 @@ cdef int record_fill(DecodeRecord* record, object cls, tuple fields) except -1:
     record.min_nelem = MIN_ELEMENTS.get(cls, record.min_nelem)
     # vLLM passes these maps on as keyword arguments: a name that is none of them is an error there.
     record.closed = closed or factory is not None
-    record.check = CHECK_PLACEHOLDER if cls.__name__ == PlaceholderRange.__name__ else CHECK_NOTHING
+    if cls.__name__ == PlaceholderRange.__name__:
+        record.check = CHECK_PLACEHOLDER
+        if [spec.name for spec in fields[:3]] != ["offset", "length", "is_embed"]:
+            raise SchemaError(f"expected {cls.__qualname__} to begin with offset, length, is_embed")
     if factory is not None:
         key = factory.encode()
         record.factory = <const uint8_t*><char*><object>keep(key)

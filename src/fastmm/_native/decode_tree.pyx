@@ -410,9 +410,11 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
     cdef uint64_t missing = ~<uint64_t>0 >> (64 - record.nfields) if record.nfields else 0
     cdef const DecodeField* field
     cdef const uint8_t* key_at
+    cdef PyObject* first[3]  # the values of the first fields, which the object holds
     cdef int next_field = 0
     cdef int index
     cdef uint32_t _pair
+    first[0] = first[1] = first[2] = NULL
     obj = record_new(record.cls)
     enter(s)
     for _pair in range(npairs):
@@ -428,6 +430,8 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
         step_name(s, STEP_FIELD, field.name)
         value = read_value(s, field.plan)
         store(record, obj, field, value)
+        if index < 3:
+            first[index] = <PyObject*>value
         missing &= ~(<uint64_t>1 << index)
     s.depth -= 1
     if missing:
@@ -435,7 +439,7 @@ cdef object read_map_record(DecodeState* s, DecodeRecord* record):
             if missing >> index & 1:
                 store_default(s, record, obj, &record.fields[index])
     if record.check == CHECK_PLACEHOLDER:
-        check_placeholder(s, obj, at)
+        check_placeholder(s, first, at)
     if record.post_init is not NULL:
         validate(s, record, obj, at)
     return obj

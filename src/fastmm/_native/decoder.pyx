@@ -131,6 +131,7 @@ cdef class Decoder:
         """
         cdef FrameView few[FEW_FRAMES]
         cdef FrameView* views
+        cdef Py_buffer main
         cdef Py_ssize_t nframes
         cdef int64_t nbytes = 0
         cdef tuple parts
@@ -145,10 +146,10 @@ cdef class Decoder:
             raise LimitError(f"{nframes - 1} aux frames are more than max_frames, {self.max_frames}")
         views = frames_room(few, nframes)
         try:
-            nbytes = frames_open(parts, views, True)
+            nbytes = frames_open(parts, views, &main, True)
             return decode_views(self, views, nframes, nbytes)
         finally:
-            frames_close(few, views, nframes)
+            frames_close(few, views, nframes, &main)
 
 
 cdef object decode_views(Decoder decoder, FrameView* views, Py_ssize_t nframes, int64_t aux_nbytes):
