@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .support import Record, environment
 
-NAMES = ("encode", "decode", "cast", "features", "dropin", "processors")
+NAMES = ("encode", "decode", "cast", "features", "dropin", "processors", "transport")
 
 
 def present() -> list[str]:

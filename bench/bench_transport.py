@@ -68,9 +68,13 @@ class Work:
         self.payloads = [template.clone() for _ in range(case.images)]
         self.request, self.elems = make(case, self.payloads)
 
-    def fill(self, request_id: str) -> Any:
+    def fill(self, request_id: str, *, exactly: bool = False) -> Any:
+        """Write the payloads as a processor just has, and no other memory; or `exactly` with the template."""
         for elem, payload in zip(self.elems, self.payloads, strict=True):
-            payload.copy_(self.template)
+            if exactly:
+                payload.copy_(self.template)
+            else:
+                payload.fill_(0.5)
             elem.data = payload
         self.request.request_id = request_id
         return self.request
@@ -306,7 +310,7 @@ def check(name: str, clients: dict[str, Contender], works: dict[str, list[Work]]
     got = {}
     for who, client in clients.items():
         work = works[who][0]
-        work.fill(f"check-{who}")
+        work.fill(f"check-{who}", exactly=True)
         (output,) = client.trip([work])
         got[who] = output.kv_transfer_params
     first = next(iter(got.values()))

@@ -5,6 +5,7 @@ from .client import EngineClient, Outputs
 from .handshake import Addresses, EngineInfo
 from .lifetime import Ledger, Ticket
 from .server import Abort, Add, EngineServer, StartWave, UtilityCall
+from .torch_shm import TorchShmConsumer, TorchShmProvider
 
 __all__ = [
     "Abort",
@@ -19,5 +20,7 @@ __all__ = [
     "Outputs",
     "StartWave",
     "Ticket",
+    "TorchShmConsumer",
+    "TorchShmProvider",
     "UtilityCall",
 ]
