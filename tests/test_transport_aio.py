@@ -335,6 +335,22 @@ async def test_who_waits_for_room_waits_without_holding_the_loop_and_overloaded_
 
 
 @within_limit
+async def test_large_arguments_of_a_utility_call_are_in_the_ledger():
+    async with driven() as (client, _):
+        assert await client.call_utility("pid", np.ones(1 << 20, np.float32), timeout=LIMIT)
+        assert client.ledger.counters["peak_nbytes"] > 1 << 22
+        assert await client.ledger.await_done(LIMIT)
+
+
+@within_limit
+async def test_a_client_is_no_other_event_loops():
+    async with driven() as (client, _):
+        for act in (client.add_request, client.abort, client.call_utility):
+            with pytest.raises(TransportError, match="event loop"):
+                await asyncio.to_thread(asyncio.run, act(text("count-1") if act == client.add_request else "pid"))
+
+
+@within_limit
 async def test_utility_calls_return_what_the_engine_returns_or_raise_what_it_says():
     async with driven(2) as (client, processes):
         assert await client.call_utility("echo", 1, "a", [2.5, None]) == [1, "a", [2.5, None]]

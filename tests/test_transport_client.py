@@ -383,6 +383,31 @@ def test_utility_calls_return_what_the_engine_returns_or_raise_what_it_says():
         assert client._registry._calls == {}
 
 
+def test_large_arguments_of_a_utility_call_are_in_the_ledger():
+    with driven() as (client, _):
+        assert client.call_utility("pid", np.ones(1 << 20, np.float32), timeout=LIMIT)
+        assert client.ledger.counters["peak_nbytes"] > 1 << 22
+        assert client.ledger.wait(LIMIT)
+
+
+def test_two_threads_cannot_iterate_over_one_request():
+    with driven() as (client, _):
+        outputs = client.generate(text("mute-1"))
+
+        def wait() -> None:
+            with pytest.raises(TransportError):
+                next(outputs)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        while not outputs._asked:
+            pass
+        with pytest.raises(RuntimeError):
+            next(outputs)
+        client.close()
+        thread.join(LIMIT)
+
+
 def test_a_utility_call_reaches_all_engines_or_the_one_that_is_named():
     with driven(2) as (client, processes):
         assert client.call_utility_all("pid") == {0: processes[0].pid, 1: processes[1].pid}

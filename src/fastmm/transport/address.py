@@ -127,6 +127,11 @@ class Addressing:
         if tcp.wildcard and name != "handshake" and self._advertise is None:
             raise TransportError(f"{name}={address!r} is no address to connect to: say advertise= with this machine's host")
 
+    @property
+    def tcp(self) -> bool:
+        """Whether any of them is TCP."""
+        return any(address is not None and address.startswith("tcp://") for address in self._given.values())
+
     def address(self, name: str) -> str:
         """What to bind for `name`."""
         given = self._given[name]
@@ -154,6 +159,8 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
     try:
         if address.startswith("tcp://"):
             tcp = parse_tcp(address)
+            if tcp.host == "localhost":
+                tcp = tcp._replace(host="127.0.0.1")  # libzmq 4.3.4 binds no names
             socket.ipv6 = ":" in tcp.host
             address = str(tcp)
         socket.bind(address)

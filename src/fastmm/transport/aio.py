@@ -21,8 +21,8 @@ import zmq
 from ..errors import Overloaded, TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .connection import receive_frames, send_frames
-from .control import ADD
-from .core import ClientCore, copied
+from .control import ADD, UTILITY
+from .core import ClientCore, copied, utility_frames
 from .lifetime import nbytes_of
 from .registry import Call, Ended, Engine, Live, request_id_of
 from .worker import Worker
@@ -287,7 +287,7 @@ class AsyncEngineClient(ClientCore):
         return outputs
 
     async def _submit(self, outputs: AsyncOutputs, request: Any, wait: bool, timeout: float | None) -> None:
-        self._check_open()
+        self._check_loop()
         live = _Live(request_id_of(request))
         self._admit(live, request)
         outputs._live = live
@@ -355,13 +355,18 @@ class AsyncEngineClient(ClientCore):
         with self._send_lock:
             super()._send(engine, frames)
 
+    def _check_loop(self) -> None:
+        self._check_open()
+        if asyncio.get_running_loop() is not self._loop:
+            raise TransportError("the client belongs to the event loop that it was started on, and this is another")
+
     def _let_input_forget(self) -> None:
         with self._send_lock:
             super()._let_input_forget()
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests here and on their engines. Their iterators end with an output that says ABORT; other ids are ignored."""
-        self._check_open()
+        self._check_loop()
         self._abort(self._registry.find([request_ids] if isinstance(request_ids, str) else request_ids))
 
     def _abort(self, lives: Iterable[Live]) -> None:
@@ -400,7 +405,7 @@ class AsyncEngineClient(ClientCore):
         self, method: str, *args: Any, rank: int | None = None, timeout: float | None = None
     ) -> dict[int, Any]:
         """`call_utility`, with what each engine returned, by rank."""
-        self._check_open()
+        self._check_loop()
         if self._queued:  # behind the requests that were asked for before
             worker = self._worker
             assert worker is not None
@@ -411,9 +416,20 @@ class AsyncEngineClient(ClientCore):
                 self._queued -= 1
             self._check_open()
         calls: list[_Call] = []
-        for engine in self._registry.call_targets(rank):
-            calls.append(self._call(engine, method, args))
+        now = time.monotonic()
         try:
+            for engine in self._registry.call_targets(rank):
+                call = _Call()
+                self._registry.call(call, engine, now)
+                calls.append(call)
+            for call in calls:
+                frames = utility_frames(call, method, args)
+                with contextlib.suppress(Ended):  # its engine died, and the answer is there
+                    if not copied(frames):
+                        ticket = await self.ledger.areserve(nbytes_of(frames), timeout=timeout, check=call.check)
+                        frames = ticket.parcels(frames)
+                    call.check()
+                    self._send(call.engine, [UTILITY, *frames])
             _, waiting = await asyncio.wait([call.future for call in calls], timeout=timeout)
             if waiting:
                 late = ", ".join(call.engine.name for call in calls if not call.future.done())
@@ -422,16 +438,6 @@ class AsyncEngineClient(ClientCore):
         finally:
             for call in calls:
                 self._registry.forget(call)
-
-    def _call(self, engine: Engine, method: str, args: Any) -> _Call:
-        call = _Call()
-        call_id = self._registry.call(call, engine, time.monotonic())
-        try:
-            self._send(engine, self._utility_frames(call_id, method, args))
-        except BaseException:
-            self._registry.forget(call)
-            raise
-        return call
 
     # --- receiving --------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,10 @@ import zmq
 from ..errors import TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .connection import receive_frames
-from .core import ClientCore, copied
+from .control import UTILITY
+from .core import ClientCore, copied, utility_frames
 from .lifetime import nbytes_of
-from .registry import Call, Ended, Engine, Live, request_id_of
+from .registry import Call, Ended, Live, request_id_of
 from .turns import Turns
 
 __all__ = ["EngineClient", "Outputs"]
@@ -74,6 +75,7 @@ class Outputs(Iterator[EngineCoreOutput]):
         self._client = client
         self._live = live
         self._over = False
+        self._asked = False
 
     @property
     def request_id(self) -> str:
@@ -89,10 +91,15 @@ class Outputs(Iterator[EngineCoreOutput]):
         """The next output; `TransportTimeout` where none came within `timeout` seconds, and the request goes on."""
         if self._over:
             raise StopIteration
+        if self._asked:
+            raise RuntimeError("two threads iterate over one request's outputs")
+        self._asked = True
         try:
             item = self._client._turns.wait(self._live.queue, timeout)
         except Empty:
             raise TransportTimeout(f"no output of {self.request_id!r:.80} within {timeout:g} s") from None
+        finally:
+            self._asked = False
         if isinstance(item, BaseException):
             self._over = True
             raise item
@@ -300,23 +307,24 @@ class EngineClient(ClientCore):
         try:
             with self._lock:
                 self._check_open()
+                now = time.monotonic()
                 for engine in self._registry.call_targets(rank):
-                    calls.append(self._call(engine, method, args))
+                    call = _Call()
+                    self._registry.call(call, engine, now)
+                    calls.append(call)
+            for call in calls:
+                frames = utility_frames(call, method, args)
+                with contextlib.suppress(Ended):  # its engine died, and the answer is there
+                    if not copied(frames):
+                        frames = self.ledger.reserve(nbytes_of(frames), timeout=timeout, check=call.check).parcels(frames)
+                    with self._lock:
+                        call.check()
+                        self._send(call.engine, [UTILITY, *frames])
             return {call.engine.rank: self._answer(call, method, timeout, deadline) for call in calls}
         finally:
             with self._lock:
                 for call in calls:
                     self._registry.forget(call)
-
-    def _call(self, engine: Engine, method: str, args: Any) -> _Call:
-        call = _Call()
-        call_id = self._registry.call(call, engine, time.monotonic())
-        try:
-            self._send(engine, self._utility_frames(call_id, method, args))
-        except BaseException:
-            self._registry.forget(call)
-            raise
-        return call
 
     def _answer(self, call: _Call, method: str, timeout: float | None, deadline: float | None) -> Any:
         try:

@@ -23,10 +23,10 @@ from ..schema import EngineCoreOutputs
 from ..schema.profile import WireProfile, as_profile, profile_of_ready
 from .address import Addressing
 from .connection import COPIED_NBYTES, Connection, Watch, disconnected, send_frames
-from .control import ABORT, ADD, START_DP_WAVE, UTILITY, abort_message, is_engine_dead, start_dp_wave_message, utility_message
+from .control import ABORT, ADD, START_DP_WAVE, abort_message, is_engine_dead, start_dp_wave_message, utility_message
 from .handshake import EngineInfo
 from .lifetime import Ledger
-from .registry import Engine, Live, Registry
+from .registry import Call, Engine, Live, Registry
 from .waves import Start, Waves
 
 __all__ = ["ClientCore"]
@@ -127,7 +127,7 @@ class ClientCore:
         self._encoding: dict[str, Any] = {"inplace": inplace, "threshold": threshold, "dedup": dedup, "hook": hook}
         self._profile = as_profile(profile)
         if heartbeat is None:
-            heartbeat = _HEARTBEAT_S if handshake is not None and handshake.startswith("tcp://") else False
+            heartbeat = _HEARTBEAT_S if self._addressing.tcp else False
         self._heartbeat = heartbeat or None
         self._silence_timeout = silence_timeout
         self._parallel_config = parallel_config
@@ -334,9 +334,6 @@ class ClientCore:
                 if engine.rank != start.exclude:
                     self._tell(engine, [START_DP_WAVE, message])
 
-    def _utility_frames(self, call_id: int, method: str, args: Sequence[Any]) -> list[Any]:
-        return [UTILITY, *utility_message(_CLIENT_INDEX, call_id, method, args)]
-
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _take(self, frames: Sequence[Any], now: float) -> None:
@@ -410,6 +407,11 @@ class ClientCore:
     def _bury(self, engine: Engine, why: str) -> None:
         if self._registry.bury(engine, why):
             _log.warning("%s is dead: %s", engine.name, why)
+
+
+def utility_frames(call: Call, method: str, args: Sequence[Any]) -> list[Any]:
+    """The frames of a utility call behind the type's."""
+    return utility_message(_CLIENT_INDEX, call.call_id, method, args)
 
 
 def copied(frames: Sequence[Any]) -> bool:

@@ -64,7 +64,7 @@ class Engine:
 
 
 class Ended(Exception):
-    """A request has ended, one way or another, before it was sent. It knows why, and tells who waits for it."""
+    """A request or a call has ended, one way or another, before it was sent. It knows why, and tells who waits for it."""
 
 
 class Live:
@@ -97,11 +97,17 @@ class Live:
 class Call:
     """A utility call that waits for its answer."""
 
-    __slots__ = ("__weakref__", "call_id", "engine")
+    __slots__ = ("__weakref__", "call_id", "ended", "engine")
 
     def __init__(self) -> None:
         self.call_id = 0
         self.engine: Engine
+        self.ended = False
+
+    def check(self) -> None:
+        """As a request's."""
+        if self.ended:
+            raise Ended
 
     def answer(self, value: Any) -> None:
         raise NotImplementedError
@@ -155,8 +161,8 @@ class Registry:
         if request_id in self._live or request_id in self._renamed:
             raise SchemaValueError(f"a request {request_id!r:.80} is live already", path="$.request_id")
         engine = self._choose(request.data_parallel_rank)
-        ids = request.prompt_token_ids
-        live.prompt = 0 if ids is None else len(ids)
+        prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
+        live.prompt = 0 if prompt is None else _length(prompt)
         if live.prompt >= engine.longest_prompt:
             _check_length(live.prompt, request, engine)
         if request_id in self._late:
@@ -306,6 +312,7 @@ class Registry:
 
     def forget(self, call: Call) -> None:
         """Wait for a call's answer no more."""
+        call.ended = True
         if self._calls.pop(call.call_id, None) is not None:
             call.engine.calls.discard(call)
 
@@ -351,7 +358,7 @@ def request_id_of(request: Any) -> str:
     """The id of a request of fastmm's or vLLM's class; a `SchemaError` where it is none."""
     try:
         request_id = request.request_id
-        request.client_index, request.current_wave, request.data_parallel_rank, request.prompt_token_ids  # noqa: B018
+        request.client_index, request.current_wave, request.data_parallel_rank, request.prompt_embeds  # noqa: B018
     except AttributeError:
         raise SchemaError(f"expected an EngineCoreRequest, got a {type(request).__qualname__}") from None
     if type(request_id) is not str:
@@ -359,14 +366,22 @@ def request_id_of(request: Any) -> str:
     return request_id
 
 
+def _length(prompt: Any) -> int:
+    try:
+        return len(prompt)
+    except TypeError:  # the encoder says what is wrong with it
+        return 0
+
+
 def _check_length(length: int, request: Any, engine: Engine) -> None:
     """Refuse a prompt that the model has no room for. The engine does not look, and dies of one (measured with vLLM 0.32)."""
+    path = "$.prompt_embeds" if request.prompt_token_ids is None else "$.prompt_token_ids"
     if length > engine.longest_prompt:
         why = f"{engine.name} takes prompts of at most {engine.longest_prompt} tokens (max_model_len), got {length}"
-        raise SchemaValueError(why, path="$.prompt_token_ids")
+        raise SchemaValueError(why, path=path)
     if request.sampling_params is not None:
         why = f"a prompt of {length} tokens fills {engine.name}'s max_model_len, and leaves no room for one to be generated"
-        raise SchemaValueError(why, path="$.prompt_token_ids")
+        raise SchemaValueError(why, path=path)
 
 
 def _aborted(live: Live) -> EngineCoreOutput:
