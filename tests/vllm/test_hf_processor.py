@@ -135,6 +135,37 @@ def test_break_tokens_between_rows_are_no_part_of_the_mask():
     assert 0 < np.frombuffer(feature.mm_position.is_embed.data, bool).sum() < feature.mm_position.length
 
 
+class Marked(Rows):
+    """As Gemma 3's processor: the prompt has a begin of an image, and other tokens take its embeddings."""
+
+    image_token = "[IMG_BREAK]"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_token_id = IMAGE
+
+    def __call__(self, text: list[str], images: Any = None, return_tensors: str = "pt", **options: Any) -> dict[str, Any]:
+        whole = text[0].replace("[IMG_BREAK]", "? [IMG_BREAK]" + "<image>" * 4 + "[IMG_END] ?")
+        made = self.tokenizer([whole], return_tensors=return_tensors, **options)
+        return {**made, "pixel_values": torch.stack([torch.tensor(np.asarray(one.resize((8, 8)))) / 255 for one in images])}
+
+
+def test_the_token_of_the_prompt_need_not_be_the_one_that_takes_embeddings():
+    request = HfProcessor(Marked()).request("what [IMG_BREAK] is", images=files(1))
+    (feature,) = request.mm_features
+    place = feature.mm_position
+    assert request.prompt_token_ids[place.offset : place.offset + place.length] == [IMAGE] * 4
+    assert request.prompt_token_ids.count(IMAGE) == 4
+    (feature,) = HfProcessor(Marked(), embeds={"image": "[IMG_END]"}).request("[IMG_BREAK]", images=files(1)).mm_features
+    assert feature.mm_position.length == 1
+    with pytest.raises(ProcessorError, match="got none of them"):
+        HfProcessor(Marked(), embeds={"image": AUDIO}).request("[IMG_BREAK]", images=files(1))
+    silent = Marked()
+    del silent.image_token_id
+    with pytest.raises(ProcessorError, match="not certain: say so with embeds="):
+        HfProcessor(silent).request("[IMG_BREAK]", images=files(1))
+
+
 def test_an_items_features_do_not_depend_on_its_neighbours():
     processor = HfProcessor(llava_next())
     wide = encoded(photographs()[0].resize((900, 200)))
@@ -262,7 +293,7 @@ def test_placeholders_and_items_are_as_many(text, n):
 def test_a_modality_without_a_placeholder_is_refused():
     with pytest.raises(ProcessorError, match="takes no audios"):
         HfProcessor(llava()).request("<image>", audios=[np.zeros(10, np.float32)])
-    with pytest.raises(ProcessorError, match="expected a token of the tokenizer"):
+    with pytest.raises(ProcessorError, match="expected a token of the tokenizer for images"):
         HfProcessor(llava(), placeholders={"image": "<nothing>"}).request("<image>", images=files(1))
 
 

@@ -43,8 +43,12 @@ class HfProcessor:
     tokenizer
         None: the processor's own, else the one handed to `process`.
     placeholders
-        Modality to the token, as text or id, that stands for one item in a prompt that is not expanded yet and that takes
-        its embeddings afterwards. None: the processor's ``image_token``, ``video_token`` and ``audio_token``.
+        Modality to the token, as text or id, that stands for one item in a prompt that is not expanded yet. None: the
+        processor's ``image_token``, ``video_token`` and ``audio_token``.
+    embeds
+        Modality to the token, as text or id, that takes an item's embeddings in the expanded prompt. None: the
+        ``image_token_id`` and so on of the processor or the tokenizer, where the item expands to such tokens, else the
+        placeholder itself.
     fields
         Key to how the engine joins it. What is not named is inferred where that is certain: a grid is batched and stays on
         the CPU, pixels beside a grid are flat, and what has a single row for its item is batched. A key that is neither
@@ -80,6 +84,7 @@ class HfProcessor:
         *,
         tokenizer: Any = None,
         placeholders: Mapping[str, str | int] | None = None,
+        embeds: Mapping[str, str | int] | None = None,
         fields: Mapping[str, Field | str] | None = None,
         tokens: Mapping[str, Callable[[Mapping[str, Any]], int]] | None = None,
         drop: Iterable[str] = (),
@@ -101,6 +106,7 @@ class HfProcessor:
         self.add_special_tokens = add_special_tokens
         self.sampling_rate = sampling_rate
         self.placeholders: dict[str, str | int] = dict(placeholders or {})
+        self.embeds: dict[str, str | int] = dict(embeds or {})
         for modality in ARGUMENTS:
             token = getattr(hf, f"{modality}_token", None)
             if isinstance(token, str):
@@ -162,7 +168,7 @@ class HfProcessor:
         ids = self._prompt(work, self.tokenizer if self.tokenizer is not None else tokenizer)
         options = self.options_for(work)
         described = _written(options)
-        wanted = {name: self._token_id(name) for name in dict.fromkeys(media.kind.value for media in work.media)}
+        wanted = {name: self._placeholder_id(name) for name in dict.fromkeys(media.kind.value for media in work.media)}
         made = []
         counts = dict.fromkeys(wanted, 0)
         for media in work.media:
@@ -175,7 +181,8 @@ class HfProcessor:
             _feed(digest, loaded if media.data is None else media.data)
             item = self._item(modality, loaded, options, wanted[modality], path)
             made.append((modality, *item, digest.hexdigest()))
-        expanded, spans = self._expand(ids, wanted, [(modality, chunk) for modality, chunk, *_ in made])
+        chunks = [(modality, chunk, self._embed_id(modality, chunk, wanted[modality])) for modality, chunk, *_ in made]
+        expanded, spans = self._expand(ids, wanted, chunks)
         items = [
             ProcessedItem(modality=modality, features=features, model_data=extra, fields=fields, hash=digest, spans=span)
             for (modality, _, features, fields, extra, digest), span in zip(made, spans)
@@ -231,23 +238,40 @@ class HfProcessor:
             raise ProcessorError("expected a tokenizer, or the prompt as ids", path="text")
         return list(tokenizer.encode(work.text, add_special_tokens=self.add_special_tokens))
 
-    def _token_id(self, modality: str) -> int:
+    def _placeholder_id(self, modality: str) -> int:
         token = self.placeholders.get(modality)
         if token is None:
             raise ProcessorError(f"{self.name} takes no {modality}s, or its placeholder must be given: placeholders=")
+        return self._id_of(token, modality)
+
+    def _embed_id(self, modality: str, chunk: Sequence[int], placeholder: int) -> int:
+        """The token of an item's ids that takes an embedding: it is among them."""
+        if modality in self.embeds:
+            embed = self._id_of(self.embeds[modality], modality)
+            if embed in chunk:
+                return embed
+            raise ProcessorError(f"expected tokens that take the {modality}'s embeddings ({embed}), got none of them")
+        told = [getattr(one, f"{modality}_token_id", None) for one in (self.hf, self.tokenizer)]
+        embed = next((one for one in told if isinstance(one, int) and one != placeholder and one in chunk), placeholder)
+        # An item takes many embeddings, or one alone: another token that is there more often is not beside the point.
+        if chunk.count(embed) < max(map(chunk.count, set(chunk)), default=1):
+            raise ProcessorError(f"which token takes a {modality}'s embeddings is not certain: say so with embeds=")
+        return embed
+
+    def _id_of(self, token: str | int, modality: str) -> int:
         if isinstance(token, int):
             return token
         found = self.tokenizer.convert_tokens_to_ids(token) if self.tokenizer is not None else None
         if not isinstance(found, int) or found == getattr(self.tokenizer, "unk_token_id", None):
-            raise ProcessorError(f"expected a token of the tokenizer as the placeholder of {modality}s, got {token!r}")
+            raise ProcessorError(f"expected a token of the tokenizer for {modality}s, got {token!r}")
         return found
 
     def _expand(
-        self, ids: list[int], wanted: Mapping[str, int], chunks: list[tuple[str, list[int]]]
+        self, ids: list[int], wanted: Mapping[str, int], chunks: list[tuple[str, list[int], int]]
     ) -> tuple[list[int], list[list[tuple[int, int]]]]:
         """The prompt with each placeholder replaced by its item's ids, and where the embeddings go in it."""
         waiting: dict[int, list[int]] = {token: [] for token in wanted.values()}
-        for index, (modality, _) in enumerate(chunks):
+        for index, (modality, *_) in enumerate(chunks):
             waiting[wanted[modality]].append(index)
         for modality, token in wanted.items():
             n = ids.count(token)
@@ -264,8 +288,8 @@ class HfProcessor:
                 expanded.append(one)
                 continue
             index = next(order[one])
-            chunk = chunks[index][1]
-            spans[index] = _runs(chunk, one, len(expanded))
+            _, chunk, embed = chunks[index]
+            spans[index] = _runs(chunk, embed, len(expanded))
             expanded += chunk
         return expanded, spans
 
@@ -307,8 +331,6 @@ class HfProcessor:
             chunk = [int(one) for one in made["input_ids"][0]]
         else:
             chunk = [token] * self._tokens_of_grid(modality, features)
-        if token not in chunk:
-            raise ProcessorError(f"expected tokens for its embeddings ({token}), got none among {len(chunk)} ids", path=path)
         return chunk, features, fields, extra
 
     def _field(self, key: str, value: Any, made: Mapping[str, Any], path: str) -> Field:
