@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.sabotage import break_requests
 
 import fastmm
 from fastmm.errors import EngineDead, UtilityFailed
 from fastmm.schema import EngineCoreOutput, EngineCoreRequest, FinishReason
+from fastmm.schema.profile import PROFILES
 from fastmm.transport import Abort, Add, AsyncEngineClient, EngineClient, EngineServer, UtilityCall
 
 PATIENCE_S = 30.0
@@ -103,14 +105,13 @@ def test_a_requests_memory_is_free_when_it_has_been_sent_while_its_answer_is_sti
         assert [output.new_token_ids for output in outputs] == [[7]]
 
 
-def test_a_broken_request_ends_with_an_error_that_says_why_and_the_next_one_is_served() -> None:
+def test_a_broken_request_ends_with_an_error_that_says_why_and_the_next_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_requests(monkeypatch, "broken", "lost")
     client = EngineClient(startup_timeout=PATIENCE_S)
     with serving(client.bind(), answer_all, **DECODER), client:
-        broken = request_of("broken", np.zeros((1, 1 << 20), np.float32))
-        send = client._send_request
-        client._send_request = lambda live, frames: send(live, list(frames)[:-1])  # type: ignore[method-assign]
-        (output,) = client.generate(broken)
-        client._send_request = send  # type: ignore[method-assign]
+        (output,) = client.generate(request_of("broken", np.zeros((1, 1 << 20), np.float32)))
         assert output.finish_reason is FinishReason.ERROR
         assert output.error is not None
         assert output.error.message.startswith("DecodeError: $.mm_features[0].data['pixel_values']")
@@ -186,3 +187,20 @@ def test_it_all_works_over_tcp_as_well() -> None:
             answers = [output.new_token_ids for output in client.generate(request_of(f"r{index}", pixels))]
             assert answers == [[(0x3F + 0x80) * (1 << 20) % 1000], []]  # 1.0 in bfloat16: 3f80
         assert client.ledger.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("version", [profile.name + ".0" for profile in PROFILES])
+def test_a_server_of_an_older_release_and_its_client_speak_that_releases_layout(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_requests(monkeypatch, "broken", "more")
+    client = EngineClient(startup_timeout=PATIENCE_S)
+    ready = {"dtype": "bfloat16", "vllm_version": version}
+    with serving(client.bind(), answer_all, ready=ready) as servers, client:
+        assert [output.new_token_ids for output in client.generate(request_of("text"))] == [[0], []]
+        (output,) = client.generate(request_of("broken"))
+        assert output.finish_reason is FinishReason.ERROR
+        if output.error is not None:  # younger releases say why
+            assert output.error.message == servers[0].last_fault
+        assert client.call_utility("echo", 1, timeout=PATIENCE_S) == ["echo", 1]
+        assert servers[0].counters["failed"] == 1

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 
 from ..codec import Decoder, Encoder
-from ..errors import DecodeError, PeerClosed, TransportError, TransportTimeout
+from ..errors import DecodeError, EncodeError, FastmmError, PeerClosed, TransportError, TransportTimeout
 from ..schema import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -29,6 +29,7 @@ from ..schema import (
     UtilityOutput,
     UtilityResult,
 )
+from ..schema.profile import profile_of_ready
 from .control import (
     ENGINE_CORE_DEAD,
     StartWave,
@@ -93,7 +94,7 @@ class EngineServer:
     decoder
         Reads requests; None for one with fastmm's defaults. ``Decoder(token_ids="array", tensors="numpy")`` is faster.
     encoder
-        Writes outputs; None for one with fastmm's defaults.
+        Writes outputs; None for one with fastmm's defaults, in the layout of the ``vllm_version`` that `ready` names.
     max_inflight_nbytes
         How many bytes of outputs may be on their way.
     patience
@@ -128,8 +129,9 @@ class EngineServer:
         self.ledger = Ledger(max_inflight_nbytes)
         self.addresses: Addresses | None = None
         """Where the clients are, from `connect` on."""
-        self._decoder: ReadsRequests = decoder if decoder is not None else Decoder(EngineCoreRequest)
-        self._encoder = encoder if encoder is not None else Encoder()
+        profile = profile_of_ready(ready or {})  # clients take ours from the same words
+        self._decoder: ReadsRequests = decoder if decoder is not None else Decoder(EngineCoreRequest, profile=profile)
+        self._encoder = encoder if encoder is not None else Encoder(profile=profile)
         self._patience = patience
         self._linger_ms = int(linger * 1000)
         self._context: zmq.Context[Any] | None = None
@@ -380,7 +382,7 @@ class EngineServer:
         if kind is EngineCoreRequestType.ADD and len(frames) > 1:
             request_id = salvage_request(frames[1].buffer).request_id
             if request_id is not None:
-                told = _failed_request(request_id, RequestError("validation_error", self.last_fault))
+                told = self._failed_request(request_id, RequestError("validation_error", self.last_fault))
         elif kind is EngineCoreRequestType.UTILITY and len(frames) > 1:
             call_id = salvage_call_id(frames[1].buffer)
             if call_id is not None:
@@ -391,7 +393,7 @@ class EngineServer:
         self._counts["failed"] += 1
         try:
             self.send_outputs(told, index, wait=False)
-        except TransportError as unsent:
+        except FastmmError as unsent:
             self.last_fault += f" (and its sender could not be told: {unsent})"
 
     # --- what goes out -------------------------------------------------------------------------------------------------
@@ -430,7 +432,16 @@ class EngineServer:
         retryable: bool = False,
     ) -> None:
         """Say that a request has failed while the engine lives on."""
-        self.send_outputs(_failed_request(request_id, RequestError(code, message, retryable)), client_index)
+        self.send_outputs(self._failed_request(request_id, RequestError(code, message, retryable)), client_index)
+
+    def _failed_request(self, request_id: str, error: RequestError) -> EngineCoreOutputs:
+        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        outputs = EngineCoreOutputs(outputs=[output], finished_requests={request_id})
+        try:
+            self._encoder.encode(outputs)
+        except EncodeError:  # an older release's layout: it has no place for the reason
+            output.error = None
+        return outputs
 
     def send_utility_result(self, call: UtilityCall, result: Any = None, *, failure: str | None = None) -> None:
         """Answer a utility call: with a result, or with why it failed."""
@@ -485,8 +496,3 @@ def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
             yield _MONITOR_EVENT.unpack_from(monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
         except zmq.Again:
             return
-
-
-def _failed_request(request_id: str, error: RequestError) -> EngineCoreOutputs:
-    output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)
-    return EngineCoreOutputs(outputs=[output], finished_requests={request_id})
