@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.bare_client import BareClient
+from support.sabotage import break_requests
 
 import fastmm
 from fastmm.cli import front_end, main
@@ -335,10 +336,7 @@ def test_a_second_process_that_is_killed_is_one_clear_line_and_exit_1(
 def test_frames_lost_on_the_way_are_one_clear_line_and_exit_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    send = front_end.AsyncEngineClient._send_request
-    monkeypatch.setattr(
-        front_end.AsyncEngineClient, "_send_request", lambda self, live, frames: send(self, live, list(frames)[:-1])
-    )
+    break_requests(monkeypatch, "", "lost")
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "chelsea", "--tensors", "wire"]) == 1
     err = capsys.readouterr().err
