@@ -201,7 +201,7 @@ def decode_extensions(schema: type | None, extensions: Mapping[str, Any] | None,
     if known is not None:
         for name in sorted(values):
             if name not in known:
-                raise _invalid(f"{processor} has no field {_short(name)}", name)
+                raise _invalid(f"{processor} has no such field - at `$.{_short(name)}`", name)
     try:
         return _decode_pydantic(schema, values) if kind == "pydantic" else _decode_msgspec(schema, values)
     except RecursionError:
@@ -230,7 +230,7 @@ def _decode_msgspec(schema: Any, values: dict[str, Any]) -> Any:
         message = str(error)
         _, marked, path = message.rpartition(" - at `$.")
         name = path.rstrip("`").split(".")[0].split("[")[0] if marked else None
-        raise _invalid(message, name) from None
+        raise _invalid(message if " - at `" in message else f"{message} - at `$`", name) from None
 
 
 def _pydantic_names(schema: Any) -> set[str] | None:

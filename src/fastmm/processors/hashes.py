@@ -45,19 +45,19 @@ def apply_caller_hashes(work: Work, processed: Processed) -> Processed:
     if hashes is None:
         return processed
     if not isinstance(hashes, (list, tuple)):
-        log.warning("request %s: hashes are a %s and no list: the computed ones stay", work.request_id, type(hashes).__name__)
+        log.warning("request %r: hashes are a %s and no list: the computed ones stay", work.request_id, type(hashes).__name__)
         return processed
     if not hashes:
         return processed
     n = len(work.media)
     if len(hashes) != n:
-        log.warning("request %s: %d hashes for %d media items: the computed ones stay", work.request_id, len(hashes), n)
+        log.warning("request %r: %d hashes for %d media items: the computed ones stay", work.request_id, len(hashes), n)
         return processed
     items = list(processed.items)
     for i, given in enumerate(hashes):
         found = caller_hash(given)
         if found is None:
-            log.warning("request %s: the hash of item %d is not hexadecimal: the computed one stays", work.request_id, i)
+            log.warning("request %r: the hash of item %d is not hexadecimal: the computed one stays", work.request_id, i)
         else:
             items[i] = replace(items[i], hash=found)
     return replace(processed, items=tuple(items))
