@@ -19,7 +19,7 @@ import zmq
 
 from ..codec import Decoder, Encoder
 from ..errors import DecodeError, TransportError
-from ..schema import EngineCoreOutputs
+from ..schema import EngineCoreOutputs, SchedulerStats
 from ..schema.profile import WireProfile, as_profile, profile_of_ready
 from .address import Addressing
 from .connection import COPIED_NBYTES, Connection, Watch, disconnected, send_frames
@@ -78,6 +78,9 @@ class ClientCore:
     heartbeat
         ``(every, lost_after)`` in seconds: ZMTP heartbeats, so that an engine's host that is lost without a word counts as
         dead. None: every 10 s, lost after 60 s, on TCP; False: none.
+    on_outputs
+        Called as ``on_outputs(message)`` with every `EngineCoreOutputs` before its outputs are handed out: for statistics and
+        what else concerns no single request. Called where messages are received, so be short.
     silence_timeout
         An engine that owes an answer and says nothing at all for so many seconds counts as dead. None: it may take its time.
     parallel_config, coordinator
@@ -110,6 +113,7 @@ class ClientCore:
         hook: Callable[[Any], Any] | None = None,
         profile: WireProfile | str | None = None,
         tensors: str = "numpy",
+        on_outputs: Callable[[EngineCoreOutputs], object] | None = None,
         heartbeat: tuple[float, float] | Literal[False] | None = None,
         silence_timeout: float | None = None,
         parallel_config: Mapping[str, Any] | None = None,
@@ -129,6 +133,9 @@ class ClientCore:
         if heartbeat is None:
             heartbeat = _HEARTBEAT_S if self._addressing.tcp else False
         self._heartbeat = heartbeat or None
+        self._on_outputs = on_outputs
+        self.scheduler_stats: dict[int, SchedulerStats] = {}
+        """The last that each engine sent, by rank; engines send them with their outputs, where they keep any."""
         self._silence_timeout = silence_timeout
         self._parallel_config = parallel_config
         self._coordinator = dict(coordinator or {})
@@ -351,6 +358,13 @@ class ClientCore:
             return
         if self._watch.learning and isinstance(frames[0], zmq.Frame):
             self._watch.on_output(message.engine_index, frames[0])
+        if message.scheduler_stats is not None:
+            self.scheduler_stats[message.engine_index] = message.scheduler_stats
+        if self._on_outputs is not None:
+            try:
+                self._on_outputs(message)
+            except Exception:
+                _log.exception("on_outputs failed")
         self._registry.take(message, now)
         if self._waves.enabled:
             self._tell_wave(self._waves.on_outputs(message, bool(len(self._registry))))
