@@ -57,7 +57,7 @@ from front_end import Answer, FrontEnd  # noqa: E402
 from models import WRITERS, write_model  # noqa: E402
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
-STARTUP_S = 180.0
+STARTUP_S = 300.0
 
 
 def pytest_configure(config: pytest.Config) -> None:

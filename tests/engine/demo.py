@@ -27,7 +27,7 @@ import fastmm
 from fastmm.transport import AsyncEngineClient
 
 HERE = Path(__file__).resolve().parent
-STARTUP_S = 180.0
+STARTUP_S = 300.0
 
 
 def arguments() -> argparse.Namespace:
