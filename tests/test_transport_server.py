@@ -35,7 +35,7 @@ def request_frames(request_id: str, client_index: int = 0, image: bool = False) 
 
 
 def test_messages_come_as_typed_events_in_their_order(tmp_path: Path) -> None:
-    with client_and_engine(tmp_path) as (client, engine):
+    with client_and_engine(tmp_path, decoder=fastmm.Decoder(tensors="numpy")) as (client, engine):
         client.send([ADD, *request_frames("a", image=True)])
         client.send([ABORT, abort_message(["a", "b"])])
         client.send([UTILITY, *utility_message(0, 7, "is_sleeping", [1, "x"])])

@@ -136,6 +136,7 @@ cdef class Room:
             ticket = self.first
             self.first = ticket.next
             ticket.next = None
+            ticket = None
         self.last = None
         self.when_empty = []
         self.buffers = {}
@@ -166,22 +167,29 @@ cdef class Room:
                 call(function)
 
     cdef void admit(self) noexcept:
-        cdef Ticket ticket
-        while self.first is not None:
-            ticket = self.first
-            if ticket.state == WAITING:
-                if not self.fits(ticket.nbytes):
-                    break
-                self.waiting -= 1
-                self.take(ticket)
-            self.first = ticket.next
-            ticket.next = None
-            if self.first is None:
-                self.last = None
-            waker = ticket.waker
-            ticket.waker = None
-            if ticket.state == HELD:
-                call(waker)  # the state may be another after it: the loop looks anew
+        while self.admit_first():
+            pass
+
+    # A function of its own: a ticket dies when it is let go of, and that may admit others.  So all references are let go of at
+    # the end, when the state is whole, and never in the middle, as by giving a loop's variable its next value.
+    cdef bint admit_first(self) noexcept:
+        cdef Ticket ticket = self.first
+        if ticket is None:
+            return False
+        if ticket.state == WAITING:
+            if not self.fits(ticket.nbytes):
+                return False
+            self.waiting -= 1
+            self.take(ticket)
+        self.first = ticket.next
+        ticket.next = None
+        if self.first is None:
+            self.last = None
+        waker = ticket.waker
+        ticket.waker = None
+        if ticket.state == HELD:
+            call(waker)
+        return True
 
 
 @cython.final
