@@ -102,7 +102,10 @@ class Outputs(Iterator[EngineCoreOutput]):
             self._asked = False
         if isinstance(item, BaseException):
             self._over = True
-            raise item
+            try:
+                raise item
+            finally:
+                del item  # its traceback has this frame
         if item.finish_reason is not None:
             self._over = True
         return item  # type: ignore[no-any-return]
@@ -332,7 +335,10 @@ class EngineClient(ClientCore):
         except Empty:
             raise TransportTimeout(f"{call.engine.name} did not answer {method!r} within {timeout:g} s") from None
         if isinstance(item, BaseException):
-            raise item
+            try:
+                raise item
+            finally:
+                del item  # its traceback has this frame
         return item[0]
 
     # --- receiving --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Job:
         self._lock = worker._lock
         self._begun = False
         self._over = False
-        self._future: asyncio.Future[Any] = self._loop.create_future()
+        self._future: asyncio.Future[Any] | None = self._loop.create_future()
 
     async def result(self, when_cancelled: Callable[[], object]) -> Any:
         """What the call returned.
@@ -32,18 +32,25 @@ class Job:
         Cancelled while the call waits, it is never made. Cancelled while it is at work, this lasts until it is over all the
         same, for what it writes to must not be the caller's again before; `when_cancelled` may hasten that.
         """
+        future = self._future
+        assert future is not None
         try:
-            return await self._future
+            return await future
         except asyncio.CancelledError:
             if self._cancel():
                 raise
             when_cancelled()
             while not self._over:
-                self._future = self._loop.create_future()
+                future = self._future = self._loop.create_future()
                 # What the call raised is nobody's now, and being cancelled again changes nothing.
                 with contextlib.suppress(Exception, asyncio.CancelledError):
-                    await self._future
+                    await future
             raise
+        finally:
+            # An error's traceback has this frame: with the future, which has the error, it would be a circle that keeps
+            # the request's memory.
+            del future
+            self._future = None
 
     def _cancel(self) -> bool:
         """Take the job back; False where it has begun."""
@@ -69,15 +76,17 @@ class Job:
         del function, args  # a request's memory must not wait for the next job
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._end, value, failure)
+        del failure  # whose traceback has this frame: a circle that would keep the request's memory
 
     def _end(self, value: Any, failure: BaseException | None) -> None:
         self._over = True
-        if self._future.done():
+        future = self._future
+        if future is None or future.done():
             return
         if failure is None:
-            self._future.set_result(value)
+            future.set_result(value)
         else:
-            self._future.set_exception(failure)
+            future.set_exception(failure)
 
 
 class Worker:
