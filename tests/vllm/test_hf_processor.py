@@ -318,30 +318,51 @@ def loaded(data: Any) -> Image.Image:
     return HfProcessor(llava()).load(Media("image", data, memoryview(data)))
 
 
-def test_a_photograph_is_turned_upright():
-    image = Image.new("RGB", (4, 2), (255, 0, 0))
+def turned(image: Image.Image) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert loaded(encoded(image, "JPEG", exif=exif)).size == (2, 4)
+    return encoded(image, "JPEG", exif=exif)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_what_is_transparent_is_over_white_as_in_vllm(mode):
-    from vllm.multimodal.image import convert_image_mode
-
+def see_through(mode: str) -> bytes:
     image = photographs()[0].resize((32, 32)).convert(mode)
     image.putalpha(Image.linear_gradient("L").resize((32, 32)))
-    found = loaded(encoded(image))
-    assert found.mode == "RGB"
-    assert np.array_equal(np.asarray(found), np.asarray(convert_image_mode(image.convert("RGBA"), "RGB", (255, 255, 255))))
+    return encoded(image)
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "P", "I;16", "CMYK"])
-def test_other_modes_become_rgb(mode):
-    image = photographs()[0].resize((32, 32))
-    image = image.convert("L").convert("I;16") if mode == "I;16" else image.convert(mode)
-    kind = "TIFF" if mode in ("I;16", "CMYK") else "PNG"
-    assert loaded(encoded(image, kind)).mode == "RGB"
+PHOTOGRAPH = photographs()[0].resize((32, 48))
+FILES = {
+    "PNG": encoded(PHOTOGRAPH),
+    "JPEG": encoded(PHOTOGRAPH, "JPEG"),
+    "GIF": encoded(PHOTOGRAPH, "GIF"),
+    "WEBP": encoded(PHOTOGRAPH, "WEBP"),
+    "turned by EXIF": turned(PHOTOGRAPH),
+    "RGBA": see_through("RGBA"),
+    "LA": see_through("LA"),
+    "palette, one colour transparent": encoded(PHOTOGRAPH.convert("P"), transparency=3),
+    "RGB, one colour transparent": encoded(PHOTOGRAPH, transparency=PHOTOGRAPH.getpixel((5, 5))),
+    "grey": encoded(PHOTOGRAPH.convert("L")),
+    "black and white": encoded(PHOTOGRAPH.convert("1")),
+    "palette": encoded(PHOTOGRAPH.convert("P")),
+    "16 bits": encoded(PHOTOGRAPH.convert("L").convert("I;16")),
+    "CMYK": encoded(PHOTOGRAPH.convert("CMYK"), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_photograph_is_loaded_as_vllm_loads_it(name):
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    ours, theirs = loaded(FILES[name]), ImageMediaIO().load_bytes(FILES[name]).media
+    assert ours.mode == theirs.mode == "RGB"
+    assert np.array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_the_files_show_what_they_are_for():
+    assert loaded(FILES["turned by EXIF"]).size == (48, 32)
+    white = np.array([255, 255, 255])
+    assert (np.asarray(loaded(FILES["RGB, one colour transparent"])) == white).all(-1).any()
+    assert np.asarray(loaded(FILES["RGBA"]))[0].min() > 240
 
 
 def test_hashes_follow_content_options_and_processor():

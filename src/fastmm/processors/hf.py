@@ -437,14 +437,14 @@ def load_image(media: Media) -> Any:
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(found)
-    if image.mode == "RGB":
-        image.load()
-        return image
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         layered = image.convert("RGBA")
         flat = Image.new("RGB", layered.size, (255, 255, 255))
         flat.paste(layered, mask=layered.getchannel("A"))
         return flat
+    if image.mode == "RGB":
+        image.load()
+        return image
     return image.convert("RGB")
 
 
