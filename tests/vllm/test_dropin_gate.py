@@ -163,6 +163,7 @@ def test_the_command_says_what_would_be_patched_and_exits_with_the_verdict():
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"vLLM          {vllm.__version__} (tested)" in done.stdout
     assert "FASTMM_VLLM   1: on" in done.stdout
+    assert "engine core   outlives malformed messages" in done.stdout
     for holder in plugin.HOLDERS:
         assert f"{holder}: Msgpack" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("verdict       fits: on")

@@ -90,7 +90,8 @@ class InputThread:
         )
 
     def close(self):
-        self.send(b"\x63")  # no such type: this, vLLM's thread does not survive
+        self.engine.input_queue = None  # this, the thread does not survive
+        self.send(ADD, *frames_of(request("last")))
         self.thread.join(WAIT)
         self.socket.close()
         self.context.term()
@@ -200,6 +201,28 @@ def test_any_other_message_that_cannot_be_decoded_is_dropped(kind, thread, log):
     if kind == ABORT:  # also goes a shorter way, where unknown ids are passed over
         assert thread.engine.aborts_queue.get_nowait() is tolerant.DROPPED
     assert log.text.count("is dropped") == 5
+
+
+@pytest.mark.parametrize("kind", [b"\x63", b"", b"READ", b"\x00\x00"])
+def test_a_message_of_an_unknown_type_is_dropped(kind, thread, log):
+    for frames in ([], [b"\xc1"], frames_of(["r-1"])):
+        thread.send(kind, *frames)
+        taken_kind, taken = thread.takes()
+        assert taken_kind == core.EngineCoreRequestType.WAKEUP
+        thread.engine._handle_client_request(taken_kind, taken)  # nothing
+        assert thread.lives()
+    assert log.text.count("of an unknown type is dropped") == 3
+
+
+def test_an_engine_core_of_another_make_is_left_as_it_is(mode, monkeypatch, log):
+    monkeypatch.delattr(core.EngineCoreProc, "_handle_request_preproc_error")
+    running = InputThread()
+    running.send(ADD, b"\xc1")
+    running.thread.join(WAIT)
+    assert isinstance(running.error, msgspec.DecodeError)
+    assert "EngineCoreProc._handle_request_preproc_error is missing" in log.text
+    running.socket.close()
+    running.context.term()
 
 
 def test_the_engine_of_data_parallel_ranks_drops_them_too(mode):

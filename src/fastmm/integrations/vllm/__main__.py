@@ -12,7 +12,7 @@ from importlib import import_module, metadata, util
 
 from fastmm import __version__
 
-from . import gate, plugin
+from . import gate, plugin, tolerant
 
 FITS, MISFIT, NO_VLLM = 0, 1, 2
 
@@ -34,6 +34,7 @@ def main() -> int:
     print(f"entry point   {entry or 'found, vLLM will load it'}")
     for holder in plugin.HOLDERS:
         print(f"patches       {holder}: {held_by(holder)}")
+    print(f"engine core   {engine_fault() or 'outlives malformed messages'}")
     for misfit in verdict.misfits:
         print(f"misfit        {misfit}")
     if not verdict.fits:
@@ -58,6 +59,15 @@ def plugin_fault() -> str | None:
     if allowed is not None and not set(names) & set(allowed.split(",")):
         return f"found, but VLLM_PLUGINS={allowed} keeps it out: add {names[0]}"
     return None
+
+
+def engine_fault() -> str | None:
+    """Why an engine core would not outlive a malformed message; None when it would."""
+    try:
+        lacks = tolerant.core_misfits(import_module(tolerant.CORE))
+    except Exception as error:
+        lacks = [f"not here ({type(error).__name__})"]
+    return "; ".join(lacks) or None
 
 
 def held_by(holder: str) -> str:

@@ -91,21 +91,38 @@ def tolerant(decoder: Any) -> Any:
     return TolerantDecoder
 
 
+def core_misfits(core: Any) -> list[str]:
+    """What the engine core's module lacks of what this relies on."""
+    names = ("_handle_request_preproc_error", "_handle_client_request", "_send_error_outputs_to_client")
+    engine = getattr(core, "EngineCoreProc", None)
+    if engine is None:
+        return ["EngineCoreProc is missing"]
+    lacks = [f"EngineCoreProc.{name} is missing" for name in names if not hasattr(engine, name)]
+    if not hasattr(getattr(core, "EngineCoreRequestType", None), "WAKEUP"):
+        lacks.append("EngineCoreRequestType.WAKEUP is missing")
+    return lacks
+
+
 def prepare_core() -> bool:
     """Teach the classes of the engine core what the two values above mean; False if they are not as expected."""
-    core = sys.modules.get(CORE)
-    if core is None or not hasattr(core, "EngineCoreProc"):
+    core = sys.modules[CORE]
+    if lacks := core_misfits(core):
+        warn("core", "fastmm: a malformed message ends this engine's input thread, as in vLLM: %s", "; ".join(lacks))
         return False
-    if not hasattr(core.EngineCoreProc, "_handle_request_preproc_error"):
-        return False
-    if not hasattr(core.EngineCoreProc, "_handle_client_request"):
-        return False
+    core.EngineCoreRequestType._missing_ = classmethod(_unknown_type)
     for engine in [value for value in vars(core).values() if isinstance(value, type) and value.__module__ == CORE]:
         for name, wrap in (("_handle_request_preproc_error", _answering), ("_handle_client_request", _dropping)):
             method = vars(engine).get(name)
             if method is not None and not hasattr(method, _SEEN):
                 setattr(engine, name, wrap(method))
     return True
+
+
+def _unknown_type(cls: Any, value: Any) -> Any:
+    """A message of a type that does not exist is taken for one that says nothing."""
+    counters.add(counters.dropped)
+    warn("dropped", "fastmm: a message of an unknown type is dropped")
+    return cls.WAKEUP
 
 
 def _answering(method: Any) -> Any:
