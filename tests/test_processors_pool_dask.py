@@ -43,9 +43,20 @@ def client():
                 yield client
 
 
+def make_whole(client) -> None:
+    """Wait until the cluster has replaced what was killed. Under load it refuses a worker now and then whose predecessor's
+    name it has not yet forgotten, and must be asked again."""
+    try:
+        client.wait_for_workers(2, timeout=20)
+    except TimeoutError:
+        client.cluster.scale(1)
+        client.cluster.scale(2)
+        client.wait_for_workers(2, timeout=LONG)
+
+
 @pytest.fixture
 def executor(client):
-    client.wait_for_workers(2, timeout=LONG)
+    make_whole(client)
     yield client.get_executor()
     until(lambda: not segments())
 
@@ -136,7 +147,7 @@ def test_a_killed_worker_costs_no_more_than_its_request_and_is_replaced(client, 
             future.result(LONG)
         assert first.result(LONG).prompt_token_ids[-1] != victim
         assert len(pool.store.drain()) == 21
-    client.wait_for_workers(2, timeout=LONG)
+    make_whole(client)
     until(lambda: len(pids(client)) == 2, LONG)
 
 
@@ -144,7 +155,7 @@ def test_a_processor_that_kills_every_worker_is_one_failed_request(client, execu
     with ProcessorPool(Obedient, executor=executor, workers=1, store=ResultStore()) as pool:
         with pytest.raises(ProcessorError, match="KilledWorker"):
             pool.submit(work("a", "die")).result(LONG)
-        client.wait_for_workers(2, timeout=LONG)
+        make_whole(client)
         pool.submit(work("b")).result(LONG)
         assert sorted(pool.store.drain()) == ["b"]
 
@@ -158,7 +169,7 @@ def test_a_hang_is_one_failed_request_and_its_worker_is_replaced(client, executo
         with pytest.raises(ProcessorTimeout):
             future.result(LONG)
         until(lambda: hanging not in pids(client), LONG)
-        client.wait_for_workers(2, timeout=LONG)
+        make_whole(client)
     with ProcessorPool(Obedient, executor=executor, workers=2) as pool:
         for future in [pool.submit(work(str(i))) for i in range(10)]:
             future.result(LONG)

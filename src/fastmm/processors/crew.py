@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Crew", "Host", "Job"]
 
+_EXTENDED_MAX = 9  # deadlines of one job
 _STILLBORN_MAX = 5  # then whatever kills them will kill the next one, too
 
 
@@ -51,6 +52,7 @@ class Job(Future[Any]):
         self.queued = False
         self.host: Host | None = None  # whose slot it holds
         self.deadline = float("inf")
+        self.extended = 0
         self.executor: Executor | None = None  # that it was handed to,
         self.inner: Future[Any] | None = None  # and what that gave for it
         self.trip: Trip | None = None  # where it is at work in another process
@@ -108,7 +110,7 @@ class Crew:
         self._jobs: dict[str, Job] = {}  # by request id, until complete, failed or cancelled
         self._queue: deque[Job] = deque()  # cancelled ones stay in it, and are passed over
         self._queued = 0
-        self._running: dict[Job, None] = {}  # those that hold a slot, in the order of their deadlines
+        self._running: dict[Job, None] = {}  # those that hold a slot
         self._hosts: list[Host] = []
         self._idle: list[Host] = []  # one entry for each free slot
         self._starting = 0
@@ -258,21 +260,30 @@ class Crew:
             self._start(following, free)
         return True
 
-    def late(self, now: float) -> tuple[list[tuple[Job, Host]], float | None]:
-        """The jobs that are past their deadline, which lose their slots here, and the next deadline."""
+    def late(self, now: float, elapsed: Callable[[Job], float | None]) -> tuple[list[tuple[Job, Host]], float | None]:
+        """The jobs that are past their deadline, which lose their slots here, and the next deadline.
+
+        ``elapsed(job)``, called under the lock: seconds that the job has been at work, where that is less than it has had its
+        slot; None where nobody has begun with it, which gives it more time, though not for ever.
+        """
         found = []
-        following = None
+        assert self.timeout is not None
         with self._lock:
-            for job in self._running:
+            for job in list(self._running):
                 if job.deadline > now:
-                    following = job.deadline
-                    break
+                    continue
                 assert job.host is not None
-                found.append((job, job.host))
-            for job, _ in found:
-                del self._running[job]
-                job.host = None
-        return found, following
+                spent = elapsed(job)
+                if spent is None and job.extended < _EXTENDED_MAX:
+                    job.extended += 1
+                    job.deadline = now + self.timeout
+                elif spent is not None and spent < self.timeout:
+                    job.deadline = now + self.timeout - spent
+                else:
+                    del self._running[job]
+                    found.append((job, job.host))
+                    job.host = None
+            return found, min((job.deadline for job in self._running), default=None)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
+import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
 from .. import shm
@@ -108,6 +110,15 @@ class Crossing:
         process = self._process(trip)
         # Not begun, or done and the result not read: either way nothing is lost by doing it again.
         return process is not None and (alone or executors.pid_of(process) is None)
+
+    def elapsed(self, trip: Trip, executor: Executor) -> float | None:
+        """Seconds since a worker began with a request; None: none has, as when its executor is only starting its processes.
+        Infinite where nobody can know."""
+        try:
+            begun = os.lstat(os.path.join(self.directory, worker.mark_of(trip.reply))).st_mtime
+        except OSError:
+            return None if isinstance(executor, ProcessPoolExecutor) else math.inf
+        return time.time() - begun
 
     def pid(self, trip: Trip) -> int | None:
         """The process that a request is at work in, where it can be named from here and is not this one."""

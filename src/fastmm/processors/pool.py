@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -47,8 +48,8 @@ class ProcessorPool:
     queue_size
         Requests that wait. One more is refused at once.
     timeout
-        Seconds that one request may be at work, None for no bound. With an executor that was given the time begins when
-        the request is handed over.
+        Seconds that one request may be at work, None for no bound. Neither its time in the queue counts nor the start of
+        a worker. Of workers on other machines nobody knows when they begin: there it is the time since it was handed over.
     store
         Where results are parked, besides being the result of the future.
     budgets
@@ -399,7 +400,7 @@ class ProcessorPool:
         """The watchdog. A request that begins after a look is due no earlier than `timeout` later: nobody need wake it."""
         while True:
             now = time.monotonic()
-            late, following = self._crew.late(now)
+            late, following = self._crew.late(now, self._elapsed)
             for job, host in late:
                 self._crew.count("timeouts")
                 self._fail(job, ProcessorTimeout(f"request {job.rid!r} was at work for more than {timeout} s"))
@@ -410,6 +411,13 @@ class ProcessorPool:
             late = job = host = None  # type: ignore[assignment]  # nothing is kept while it waits
             if self._over.wait(timeout if following is None else min(timeout, max(0.0, following - now))):
                 return
+
+    def _elapsed(self, job: Job) -> float | None:
+        if self._crossing is None or self._crew.own:
+            return math.inf  # it was at work from the moment that it had its slot
+        if job.trip is None or job.executor is None:
+            return None
+        return self._crossing.elapsed(job.trip, job.executor)
 
     def _give_up(self, job: Job, host: Host) -> None:
         """Free the slot of a request that hangs, with a worker to fill it."""

@@ -166,11 +166,11 @@ def serve(key: str, spec: Spec | None, parcel: Parcel | Work, reply: str, pool: 
         return Again("work")
     mark = os.path.join(spec.carrier.directory, mark_of(reply)) if known.same_host else None
     try:
-        if mark is not None:
+        processor, tokenizer = known.both()
+        if mark is not None:  # from here on it is the request's time, and its fault
             with contextlib.suppress(OSError):
                 os.symlink(shm.process_key(), mark)
         work = spec.carrier.unpack(parcel) if isinstance(parcel, Parcel) else parcel
-        processor, tokenizer = known.both()
         result = spec.run(processor, work, tokenizer, budgets=spec.budgets)
         if spec.dtype is not None:
             result = cast_result(result, spec.dtype)
