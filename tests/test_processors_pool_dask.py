@@ -17,6 +17,8 @@ from fastmm.processors.store import ResultStore
 
 distributed = pytest.importorskip("distributed")
 
+pytestmark = pytest.mark.no_asan  # many interpreters start
+
 IMAGE = np.zeros((4, 4, 3), np.uint8)
 LONG = 120.0
 

@@ -25,6 +25,8 @@ from fastmm.processors.carry import Carrier
 from fastmm.processors.pool import ProcessorPool
 from fastmm.processors.store import ResultStore
 
+pytestmark = pytest.mark.no_asan  # many interpreters start
+
 IMAGE = np.zeros((4, 4, 3), np.uint8)
 LONG = 120.0
 
