@@ -290,6 +290,20 @@ def test_placeholders_and_items_are_as_many(text, n):
         HfProcessor(llava()).request(text, images=files(n))
 
 
+def test_a_prompt_that_does_not_fit_costs_no_decoding():
+    class Counting(HfProcessor):
+        loads = 0
+
+        def load(self, media: Media) -> Any:
+            self.loads += 1
+            return super().load(media)
+
+    processor = Counting(llava())
+    with pytest.raises(ProcessorError, match="expected a placeholder"):
+        processor.request("<image>" * 3, images=files(2))
+    assert processor.loads == 0
+
+
 def test_a_modality_without_a_placeholder_is_refused():
     with pytest.raises(ProcessorError, match="takes no audios"):
         HfProcessor(llava()).request("<image>", audios=[np.zeros(10, np.float32)])

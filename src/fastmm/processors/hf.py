@@ -112,7 +112,7 @@ class HfProcessor:
             if isinstance(token, str):
                 self.placeholders.setdefault(modality, token)
         self._tensors = "pt" if _torch_is_there() else "np"
-        self._salt = hashlib.blake2b(_written([salt, _described(hf)])).digest()
+        self._salt = hashlib.blake2b(_written([salt, type(self).__qualname__, sampling_rate, _described(hf)])).digest()
         if self.tokenizer is not None:
             # The first call takes off what padding and truncation the tokenizer's file asks for. From then on calls change
             # nothing in it, and its Rust core may be used from several threads.
@@ -168,7 +168,15 @@ class HfProcessor:
         ids = self._prompt(work, self.tokenizer if self.tokenizer is not None else tokenizer)
         options = self.options_for(work)
         described = _written(options)
-        wanted = {name: self._placeholder_id(name) for name in dict.fromkeys(media.kind.value for media in work.media)}
+        modalities = [media.kind.value for media in work.media]
+        wanted = {name: self._placeholder_id(name) for name in dict.fromkeys(modalities)}
+        for name, token in wanted.items():  # before anything is decoded
+            if ids.count(token) != modalities.count(name):
+                raise ProcessorError(
+                    f"expected a placeholder (token {token}) for each of the {modalities.count(name)} {name}s, got"
+                    f" {ids.count(token)}",
+                    path="prompt_token_ids",
+                )
         made = []
         counts = dict.fromkeys(wanted, 0)
         for media in work.media:
@@ -273,13 +281,6 @@ class HfProcessor:
         waiting: dict[int, list[int]] = {token: [] for token in wanted.values()}
         for index, (modality, *_) in enumerate(chunks):
             waiting[wanted[modality]].append(index)
-        for modality, token in wanted.items():
-            n = ids.count(token)
-            if n != len(waiting[token]):
-                raise ProcessorError(
-                    f"expected a placeholder (token {token}) for each of the {len(waiting[token])} {modality}s, got {n}",
-                    path="prompt_token_ids",
-                )
         order = {token: iter(indices) for token, indices in waiting.items()}
         expanded: list[int] = []
         spans: list[list[tuple[int, int]]] = [[] for _ in chunks]
