@@ -142,6 +142,7 @@ class Crew:
     def admit(self, job: Job, *, parked: bool) -> None:
         """Take a job: it gets a slot, a new worker, or a place in the queue. Or is refused, and nothing has changed."""
         fresh: Host | None = None
+        refusal: ProcessorError | None = None
         with self._lock:
             if self._closed:
                 raise ProcessorError("the pool is shut down")
@@ -154,15 +155,18 @@ class Crew:
                 host = None if self._ready else fresh
             if host is None and self._queued >= self.queue_size + self._starting:
                 self._counts["refused"] += 1
-                raise ProcessorOverloaded(f"the queue is full: {self._queued} requests wait")
-            self._counts["submitted"] += 1
-            self._jobs[job.rid] = job
-            if host is None:
-                self._enqueue(job, self._queue.append)
+                refusal = ProcessorOverloaded(f"the queue is full: {self._queued} requests wait")
             else:
-                self._assign(job, host)
+                self._counts["submitted"] += 1
+                self._jobs[job.rid] = job
+                if host is None:
+                    self._enqueue(job, self._queue.append)
+                else:
+                    self._assign(job, host)
         if fresh is not None and self._ready is not None:
             self._begin(fresh)
+        if refusal is not None:
+            raise refusal
         if host is not None:
             self._start(job, host)
 
