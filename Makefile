@@ -93,7 +93,7 @@ test-exhaustive: build ## the casts over all 2^32 inputs (minutes)
 test-vllm: test-vllm-codec $(if $(filter 0.33.0,$(VLLM)),test-vllm-engine) ## the tests against the real vLLM, in environments of their own
 
 test-vllm-codec: build $(VENV_VLLM)/.editable ## the part of test-vllm that needs vLLM's classes only (VLLM=0.30.0)
-	$(PY_VLLM) -m pytest $(if $(filter 0.33.0,$(VLLM)),tests/vllm,tests/vllm/test_dropin_*.py) $(ARGS)
+	$(PY_VLLM) -m pytest $(if $(filter 0.33.0,$(VLLM)),tests/vllm,tests/vllm/test_dropin_*.py tests/vllm/test_profiles.py) $(ARGS)
 
 test-vllm-engine: build $(VENV_ENGINE)/.editable ## the part of test-vllm that starts vLLM engines, on the CPU
 	$(PY_ENGINE) -m pytest tests/engine $(ARGS)
