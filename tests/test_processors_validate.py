@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastmm.codec import decode_request, encode_request
 from fastmm.errors import FastmmError, LimitError, ProcessorError
-from fastmm.processors import Budgets, Field, Processed, ProcessedItem, Work, validate_processed
+from fastmm.processors import Budgets, Field, Processed, ProcessedItem, Work, to_request, validate_processed
 from fastmm.schema import PlaceholderRange, WireTensor
 
 WORK = Work(request_id="r", images=[b"a", b"b"], audios=[b"c"])
@@ -366,6 +367,37 @@ def test_a_placeholder_past_the_prompt_is_refused():
     refused(result([*good()[:2], replace(good()[2], spans=None, placeholder=(11, 2))]), "items[2].placeholder")
 
 
+@pytest.mark.parametrize("mask", [np.array([True, False]), WireTensor("bool", (2,), b"\1\0"), WireTensor("|b1", (2,), b"\0\1")])
+def test_a_mask_says_which_positions_take_an_embedding(mask):
+    check(first(spans=None, placeholder=PlaceholderRange(0, 2, mask)))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.array([True]),
+        np.array([[True, False]]),
+        np.array([1, 0]),
+        np.array([1, 0], np.uint8),
+        np.array([False, False]),
+        [True, False],
+        b"\1\0",
+        "no",
+        WireTensor("uint8", (2,), b"\1\0"),
+        WireTensor("bool", (2,), b"\0\0"),
+    ],
+)
+def test_another_mask_is_refused(mask):
+    refused(first(spans=None, placeholder=PlaceholderRange(0, 2, mask)), "items[0].placeholder.is_embed")
+
+
+def test_masks_of_torch_are_looked_at_too():
+    torch = pytest.importorskip("torch")
+    check(first(spans=None, placeholder=PlaceholderRange(0, 2, torch.tensor([False, True]))))
+    for mask in (torch.tensor([False, False]), torch.tensor([1, 0]), torch.tensor([True])):
+        refused(first(spans=None, placeholder=PlaceholderRange(0, 2, mask)), "items[0].placeholder.is_embed")
+
+
 def test_either_spans_or_a_placeholder():
     refused(first(spans=None), "items[0]", "neither")
     refused(first(placeholder=(0, 1)), "items[0]", "both")
@@ -484,3 +516,59 @@ def test_whatever_an_external_processor_returns_is_passed_or_refused_with_a_path
         check(Processed(prompt_token_ids=ids, items=[item(spans=spans, features=features, hash=digest)]), work)
     except (ProcessorError, LimitError) as error:
         assert error.path
+
+
+# --- what passes becomes a request ------------------------------------------------------------------------------------
+
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+ARRAYS = st.builds(
+    lambda shape, dtype, kind: {
+        "plain": lambda: np.ones(shape, dtype),
+        "transposed": lambda: np.ones(shape[::-1], dtype).T,
+        "read-only": lambda: np.broadcast_to(np.ones((), dtype), shape),
+        "wire": lambda: WireTensor(np.dtype(dtype).str, shape, np.ones(shape, dtype)),
+    }[kind](),
+    SHAPES,
+    st.sampled_from(["float32", "int64", "float16", "uint8", "bool", ">f4", "float64"]),
+    st.sampled_from(["plain", "transposed", "read-only", "wire"]),
+)
+NESTED = st.recursive(ARRAYS, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+NUMBERS = st.recursive(
+    st.integers(-(1 << 63), (1 << 63) - 1) | st.floats() | st.booleans() | ARRAYS,
+    lambda inner: st.lists(inner, max_size=2),
+    max_leaves=4,
+)
+LAYOUTS = st.builds(Field, st.sampled_from(["batched", "flat", "shared"]), st.integers(-3, 3), st.booleans())
+ITEMS = st.builds(
+    lambda features, fields, model_data, width, gap: {
+        "features": features,
+        "fields": {key: field for key, field in fields.items() if key in features},
+        "model_data": model_data,
+        "spans": (width, gap),
+    },
+    st.dictionaries(st.sampled_from("xyz"), NESTED, max_size=3),
+    st.dictionaries(st.sampled_from("xyz"), LAYOUTS, max_size=3),
+    st.dictionaries(st.sampled_from("uvw"), NUMBERS, max_size=2),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+
+
+@given(st.lists(ITEMS, max_size=3), st.sampled_from([None, "bfloat16", "float16"]))
+def test_whatever_passes_becomes_a_request_that_travels(found, dtype):
+    items, at = [], 0
+    for one in found:
+        width, gap = one["spans"]
+        spans = [(at, at + width - 1)] + ([(at + width + gap, at + width + gap)] if gap else [])
+        items.append(item(**{**one, "spans": spans, "hash": f"h{at}"}))
+        at = spans[-1][1] + 1
+    made = Processed(prompt_token_ids=list(range(at + 1)), items=items)
+    try:
+        check(made, Work(request_id="r", images=[b"x"] * len(items)))
+    except (ProcessorError, LimitError):
+        return
+    request = to_request(made, "r")
+    again = decode_request(encode_request(request, dtype=dtype), tensors="wire")
+    assert [feature.mm_hash for feature in again.mm_features or ()] == [one.hash for one in items]
+    for feature, one in zip(again.mm_features or (), items):
+        assert set(feature.data) == set(one.features) | set(one.model_data)

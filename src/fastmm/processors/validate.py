@@ -279,6 +279,9 @@ def span_of(item: ProcessedItem, path: str = "item") -> tuple[int, int]:
         offset, length = _pair(pair, where, "(offset, length)")
         if length < 1:
             raise ProcessorError(f"expected a length of at least 1, got {length}", path=where)
+        mask = getattr(given, "is_embed", None)
+        if mask is not None:
+            _check_mask(mask, length, f"{where}.is_embed")
         return offset, offset + length - 1
     spans = item.spans
     if not isinstance(spans, (list, tuple)) or not spans:
@@ -297,6 +300,20 @@ def span_of(item: ProcessedItem, path: str = "item") -> tuple[int, int]:
         begin = first if i == 0 else begin
         before = last
     return begin, before
+
+
+def _check_mask(mask: Any, length: int, path: str) -> None:
+    """A bool for each position, and at least one that is true: an item without embeddings is none."""
+    try:
+        shape = Batch(mask).shape
+    except FastmmError as error:
+        raise ProcessorError(error.message, path=path) from None
+    if shape != (length,):
+        raise ProcessorError(f"expected a mask of shape ({length},), got {shape}", path=path)
+    if str(mask.dtype).removeprefix("torch.") not in ("bool", "|b1"):
+        raise ProcessorError(f"expected a mask of bool, got {mask.dtype}", path=path)
+    if not bool((mask.numpy() if isinstance(mask, WireTensor) else mask).any()):
+        raise ProcessorError("expected a mask that is true somewhere", path=path)
 
 
 def _pair(value: Any, path: str, what: str) -> tuple[int, int]:
