@@ -324,7 +324,7 @@ if __name__ == "__main__":
 
 def test_a_process_that_hangs_is_killed_and_replaced(tmp_path):
     gate = Gate(tmp_path / "gate")
-    with ProcessorPool(Obedient, executor="processes", workers=1, timeout=0.5, store=ResultStore()) as pool:
+    with ProcessorPool(Obedient, executor="processes", workers=1, timeout=2.0, store=ResultStore()) as pool:
         future = pool.submit(work("a", gate.text))
         hanging = gate.begun()
         with pytest.raises(ProcessorTimeout):
@@ -337,14 +337,14 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path):
 
 
 def test_the_time_that_a_process_takes_to_start_is_not_the_requests(tmp_path):
-    with ProcessorPool(SlowToLoad, executor="processes", workers=1, timeout=0.6) as pool:
+    with ProcessorPool(SlowToLoad, executor="processes", workers=1, timeout=2.0) as pool:
         pool.submit(work("a")).result(LONG)
         assert pool.counters["timeouts"] == 0
 
 
 class SlowToLoad(Obedient):
     def __init__(self) -> None:
-        time.sleep(1.0)
+        time.sleep(2.5)
         super().__init__()
 
 
@@ -452,7 +452,7 @@ def _two_processes() -> ProcessPoolExecutor:
 
 def test_a_hang_on_a_process_pool_that_was_given_is_killed(tmp_path):
     gate = Gate(tmp_path / "gate")
-    with ProcessorPool(Obedient, executor=_two_processes, workers=2, timeout=0.5) as pool:
+    with ProcessorPool(Obedient, executor=_two_processes, workers=2, timeout=2.0) as pool:
         pool.submit(work("first")).result(LONG)
         future = pool.submit(work("a", gate.text))
         hanging = gate.begun()
@@ -490,7 +490,7 @@ def test_a_worker_on_another_machine_is_sent_bytes_and_sends_bytes(given, monkey
 
 def test_a_processor_that_loads_slowly_on_an_executor_that_was_given_is_no_hang(tmp_path):
     """Nor is a process that is only starting: the time at work begins when a worker has all that it needs."""
-    with ProcessorPool(SlowToLoad, executor=_two_processes, workers=2, timeout=0.5) as pool:
+    with ProcessorPool(SlowToLoad, executor=_two_processes, workers=2, timeout=2.0) as pool:
         for future in [pool.submit(work(str(i))) for i in range(4)]:
             future.result(LONG)
         assert pool.counters["timeouts"] == 0

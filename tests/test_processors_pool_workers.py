@@ -52,11 +52,11 @@ def gates(tmp_path: Path, n: int) -> list[Gate]:
 def test_a_hang_is_one_failed_request_and_no_lost_worker(tmp_path):
     store = ResultStore()
     stuck = gates(tmp_path, 3)
-    with ProcessorPool(Obedient(), workers=2, timeout=0.3, store=store) as pool:
+    with ProcessorPool(Obedient(), workers=2, timeout=1.0, store=store) as pool:
         hanging = [pool.submit(work(f"h{i}", gate.text)) for i, gate in enumerate(stuck)]
         rest = [pool.submit(work(str(i))) for i in range(20)]
         for future in hanging:
-            with pytest.raises(ProcessorTimeout, match=r"more than 0\.3 s") as caught:
+            with pytest.raises(ProcessorTimeout, match=r"more than 1\.0 s") as caught:
                 future.result(LONG)
             assert isinstance(caught.value, TimeoutError)
         for future in rest:
@@ -70,7 +70,7 @@ def test_a_hang_is_one_failed_request_and_no_lost_worker(tmp_path):
 
 
 def test_a_hang_after_a_cancel_costs_no_worker(gate):
-    with ProcessorPool(Obedient(), workers=1, timeout=0.2) as pool:
+    with ProcessorPool(Obedient(), workers=1, timeout=1.0) as pool:
         pool.submit(work("a", gate.text))
         gate.begun()
         assert pool.cancel("a")
@@ -81,10 +81,10 @@ def test_a_hang_after_a_cancel_costs_no_worker(gate):
 def test_time_in_the_queue_is_not_time_at_work(tmp_path):
     class Slow(Obedient):
         def process(self, work, tokenizer):
-            time.sleep(0.05)
+            time.sleep(0.15)
             return super().process(work, tokenizer)
 
-    with ProcessorPool(Slow(), workers=1, timeout=0.6) as pool:  # twenty of them take a second
+    with ProcessorPool(Slow(), workers=1, timeout=2.0) as pool:  # twenty of them take three seconds
         for future in [pool.submit(work(str(i))) for i in range(20)]:
             future.result(LONG)
 
@@ -344,7 +344,7 @@ def test_an_executor_that_is_shut_down_fails_requests_and_blocks_nobody(gate):
 def test_a_hang_on_a_thread_pool_that_was_given_costs_no_capacity(tmp_path, as_function):
     stuck = gates(tmp_path, 2)
     mine = None if as_function else ThreadPoolExecutor(2)
-    with ProcessorPool(Obedient(), executor=mine or (lambda: ThreadPoolExecutor(2)), workers=2, timeout=0.3) as pool:
+    with ProcessorPool(Obedient(), executor=mine or (lambda: ThreadPoolExecutor(2)), workers=2, timeout=1.0) as pool:
         hanging = [pool.submit(work(f"h{i}", gate.text)) for i, gate in enumerate(stuck)]
         for future in hanging:
             with pytest.raises(ProcessorTimeout):
