@@ -319,6 +319,13 @@ def test_a_duplicate_id_is_refused_at_once_and_free_again_afterwards(gate):
         pool.submit(work("a")).result(LONG)
 
 
+def test_what_is_no_work_is_refused():
+    with ProcessorPool(Obedient()) as pool:
+        with pytest.raises(ProcessorError, match="expected a Work, got dict"):
+            pool.submit({"request_id": "a"})
+        assert pool.counters["submitted"] == 0
+
+
 # --- cancel -----------------------------------------------------------------------------------------------------------
 
 

@@ -180,8 +180,10 @@ class ProcessorPool:
         DuplicateRequest
             A request of this id is at work, or its result is parked.
         ProcessorError
-            The pool is shut down.
+            The pool is shut down, or that is no `Work`.
         """
+        if not isinstance(work, Work):
+            raise ProcessorError(f"expected a Work, got {type(work).__name__}")
         job = Job(self._crew, work)
         self._crew.admit(job, parked=self.store is not None and job.rid in self.store)
         return job
