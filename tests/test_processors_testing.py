@@ -16,6 +16,7 @@ from fastmm.processors.testing import NonConforming, check_processor
 from fastmm.schema import WireTensor
 
 pytest.importorskip("msgspec")
+pytestmark = pytest.mark.no_asan  # dozens of calls for each sample, and hardly any of them native
 
 NO_PIXELS = Budgets(max_pixels=None)
 PLACEHOLDER = 7
