@@ -1,8 +1,9 @@
 """The drop-in in a real front end, a real engine, or both: ``python dropin_pairings.py MODEL DIRECTORY OUTPUT``.
 
-Three times an offline LLM answers every case, with fastmm in both processes, in the front end only, in the engine only. OUTPUT
-becomes JSON. In the last pairing the engine also gets malformed messages, requests are aborted and utilities called, and what
-crosses between the two processes is written down as in `reference`, into OUTPUT with the suffix ``.frames``.
+An offline LLM answers every case with fastmm in both processes, in the front end only, in the engine only; and some of them
+with the photographs going another way. OUTPUT becomes JSON. In the last pairing the engine also gets malformed messages, requests
+are aborted and utilities called, and what crosses between the two processes is written down as in `reference`, into OUTPUT with
+the suffix ``.frames``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,13 @@ MALFORMED = {
     ],
     "no frame": [],
 }
+# Photographs that do not travel in the request's frames: through shared memory to the worker, which decodes them; and handed
+# over by torch, out of band.
+ANOTHER_WAY: dict[str, dict[str, Any]] = {
+    "llava": {"mm_processor_cache_gb": 1, "mm_processor_cache_type": "shm"},
+    "qwen2vl": {"mm_tensor_ipc": "torch_shm"},
+}
+SOME = ("one", "two", "two, swapped", "the same twice", "text")
 ANSWERED = {name for name, frames in MALFORMED.items() if frames and b"broken" in frames[0]}
 
 
@@ -34,7 +43,7 @@ def start(directory: str, counters: Path, engine_switch: str, **options: Any) ->
 
     os.environ["FASTMM_VLLM"] = engine_switch  # what the engine's process, which is spawned, will find
     os.environ["FASTMM_VLLM_COUNTERS"] = str(counters)
-    return LLM(directory, **ENGINE_OPTIONS, **options)
+    return LLM(directory, **{**ENGINE_OPTIONS, **options})
 
 
 def stop(llm: Any) -> None:
@@ -42,8 +51,8 @@ def stop(llm: Any) -> None:
     gc.collect()
 
 
-def answers(llm: Any, model: str) -> dict[str, Any]:
-    return {name: answer(llm, model, case) for name, case in CASES.items()}
+def answers(llm: Any, model: str, cases: Iterable[str] = CASES) -> dict[str, Any]:
+    return {name: answer(llm, model, CASES[name]) for name in cases}
 
 
 def send_malformed(llm: Any) -> dict[str, Any]:
@@ -101,9 +110,16 @@ def main(model: str, directory: str, output: str) -> None:
 
     from fastmm.integrations.vllm import counters, plugin
 
-    os.environ["FASTMM_VLLM_COUNTERS"] = str(places("front end only"))
-    counters.open_file()
-    llm = start(directory, places("front end only"), "0")
+    def start_counting(name: str) -> Path:
+        os.environ["FASTMM_VLLM_COUNTERS"] = str(places(name))
+        counters.open_file()
+        return places(name)
+
+    llm = start(directory, start_counting("by another way"), "1", **ANOTHER_WAY[model])
+    result["by another way"] = {"answers": answers(llm, model, SOME)}
+    stop(llm)
+
+    llm = start(directory, start_counting("front end only"), "0")
     result["front end only"] = {"answers": answers(llm, model)}
     stop(llm)
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from cases import CASES
 from conftest import HERE, STARTUP_S, Reference
-from dropin_pairings import ANSWERED, MALFORMED
+from dropin_pairings import ANSWERED, MALFORMED, SOME
 from engines import Process
 from front_end import Answer
 
 from fastmm.integrations.vllm.counters import read_directory
 
-PAIRINGS = ("both", "front end only", "engine only")
+PAIRINGS = ("both", "front end only", "engine only", "by another way")
 
 
 class Pairings:
@@ -58,7 +58,9 @@ def pairings(
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_every_answer_is_the_one_that_vllm_gives_without_it(pairings, reference, pairing):
-    for case in CASES:
+    answered = pairings.result[pairing]["answers"]
+    assert set(answered) == set(CASES if pairing != "by another way" else SOME)
+    for case in answered:
         assert pairings.answer(pairing, case) == reference.answer(case), case
 
 
@@ -80,6 +82,16 @@ def test_it_was_at_work_in_one_process_where_it_was_switched_on_in_one(pairings)
     (core,) = pairings.counters("engine only").values()
     assert core["process"] == "EngineCore"
     assert min(core["encoded"], core["decoded"]) > len(CASES)
+
+
+def test_it_was_at_work_where_photographs_go_another_way(pairings, model):
+    processes = pairings.counters("by another way")
+    core, front = processes["EngineCore"], processes["MainProcess"]
+    assert front["encoded"] >= core["decoded"] > len(SOME)
+    if model == "llava":  # through shared memory: the worker decodes them, and the front end encoded them once more
+        assert processes["VllmWorker-0"]["decoded"] > 0
+        assert front["encoded"] > core["decoded"]
+    assert all(counted["refused"] == 0 for counted in processes.values())
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -74,8 +74,7 @@ def server(
     environment = {**vllm_environment, "FASTMM_VLLM": "1", "FASTMM_VLLM_COUNTERS": str(counters)}
     command = vllm_command(*words, *engine_arguments())
     with Process(command, log=engine_log(f"serve-{model}"), environment=environment) as process:
-        for _ in range(1):
-            process.wait_for_line("Application startup complete", STARTUP_S)
+        process.wait_for_line("Application startup complete", STARTUP_S)
         yield Server(process, port, counters)
 
 
