@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -338,6 +338,38 @@ def test_an_executor_that_is_shut_down_fails_requests_and_blocks_nobody(gate):
             pool.submit(work("c")).result(LONG)
         gate.open()
         assert first.result(LONG)
+
+
+def test_a_long_queue_before_an_executor_that_is_shut_down_fails_to_the_last(gate):
+    mine = ThreadPoolExecutor(1)
+    with ProcessorPool(Obedient(), executor=mine, workers=1) as pool:
+        first = pool.submit(work("a", gate.text))
+        gate.begun()
+        rest = [pool.submit(work(str(i))) for i in range(3000)]
+        mine.shutdown(wait=False)
+        gate.open()
+        assert first.result(LONG)
+        for future in rest:
+            assert isinstance(future.exception(LONG), ProcessorDied)
+        assert pool.counters["failed"] == 3000
+
+
+def test_runs_on_an_executor_that_does_everything_at_once():
+    """In the caller's own thread, in `submit`: nothing of the pool may hold a lock, or call itself, there."""
+
+    class Inline(ThreadPoolExecutor):
+        def submit(self, function, /, *args, **kwargs):
+            future = Future()
+            future.set_result(function(*args, **kwargs))
+            return future
+
+    store = ResultStore()
+    with ProcessorPool(Obedient(), executor=Inline(1), workers=1, store=store) as pool:
+        again = pool.submit(work("a"))
+        again.add_done_callback(lambda future: pool.submit(work("b")))
+        for i in range(1500):
+            assert pool.submit(work(str(i))).done()
+    assert len(store) == 1502
 
 
 @pytest.mark.parametrize("as_function", [False, True])

@@ -80,7 +80,7 @@ class Crew:
         ``ready(executor) -> Future | None``: of the pid of a process that the executor must start first; None where it
         need not.
     start
-        ``start(job, host)``: the job has got a slot.
+        ``start(job, host)``: the job has got a slot. Raises nothing.
     fail
         ``fail(job, error)``: the job can get none.
     """
@@ -103,8 +103,9 @@ class Crew:
         self.own = given is None
         self._make = make
         self._ready = ready
-        self._start = start
+        self._start_one = start
         self._fail = fail
+        self._local = threading.local()
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)  # notified when nothing is left to do, and when a worker is ready
         self._jobs: dict[str, Job] = {}  # by request id, until complete, failed or cancelled
@@ -122,6 +123,20 @@ class Crew:
         if given is not None:
             self._hosts.append(Host(given, 0, workers))
             self._idle.extend(self._hosts * workers)
+
+    def _start(self, job: Job, host: Host) -> None:
+        """Start a job. What that frees at once, because it fails at once, is started afterwards and not within: a long queue
+        before an executor that refuses everything must not become as deep a stack."""
+        waiting: deque[tuple[Job, Host]] | None = getattr(self._local, "waiting", None)
+        if waiting is not None:
+            waiting.append((job, host))
+            return
+        self._local.waiting = waiting = deque([(job, host)])
+        try:
+            while waiting:
+                self._start_one(*waiting.popleft())
+        finally:
+            self._local.waiting = None
 
     def count(self, name: str, by: int = 1) -> None:
         with self._lock:

@@ -246,23 +246,19 @@ class ProcessorPool:
         return executor.submit(worker.ready, self._crossing.spec.key)
 
     def _start(self, job: Job, host: Host) -> None:
-        if self._packers is not None:
-            try:
+        """A request has a slot: hand it over. Whatever prevents that is its failure."""
+        executor = job.executor = host.executor
+        try:
+            if self._packers is not None:
                 if self._is_small(job.work):
                     self._send(job, host)
                 else:
                     self._packers.submit(self._send, job, host)
-            except RuntimeError:  # shut down meanwhile
-                self._fail(job, ProcessorError("the pool is shut down"))
-                self._crew.release(job, host)
-            return
-        executor = job.executor = host.executor
-        try:
-            if isinstance(executor, executors.DaemonThreadExecutor):
+            elif isinstance(executor, executors.DaemonThreadExecutor):
                 executor.post(self._at_work, job, host)
             else:
                 executor.submit(self._at_work, job, host).add_done_callback(functools.partial(self._not_at_work, job, host))
-        except RuntimeError as error:  # its owner shut it down
+        except Exception as error:  # its owner shut it down, for one
             self._fail(job, ProcessorDied(f"the executor takes no more requests: {error}"))
             self._crew.release(job, host)
 
@@ -288,7 +284,8 @@ class ProcessorPool:
         if work is None:
             return True
         nbytes = 0
-        for source in (work.text or "", *(media.source for media in work.media), *work.prefetched):
+        prefetched = work.prefetched if isinstance(work.prefetched, (list, tuple)) else ()  # a worker says what is wrong
+        for source in (work.text or "", *(media.source for media in work.media), *prefetched):
             found = len(source) if isinstance(source, (str, bytes)) else getattr(source, "nbytes", None)
             if not isinstance(found, int):
                 return False
