@@ -256,7 +256,9 @@ class Corpus:
         elif self.chance(30):
             fields["pooling_params"] = self.pooling()
         if self.chance(20):
-            fields["lora_request"] = F.lora("ad", self.rng.randint(1, 2**40), "/p", self.pick([None, "m"]), self.chance(50))
+            fields["lora_request"] = F.lora(
+                "ad", self.rng.randint(1, 2**40), "/p", base_model_name=self.pick([None, "m"]), load_inplace=self.chance(50)
+            )
         if self.chance(20):
             fields["prompt_embeds"] = self.tensor(self.pick(["float32", "bfloat16", "float16"]))
             fields["prompt_is_token_ids"] = [self.chance(50) for _ in range(self.count())]
