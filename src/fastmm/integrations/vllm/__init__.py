@@ -7,7 +7,10 @@ would do here. Nothing of vLLM is imported before one of the names below is used
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .codec import MsgpackDecoder, MsgpackEncoder
 
 __all__ = ["MsgpackDecoder", "MsgpackEncoder"]
 
