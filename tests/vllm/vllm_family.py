@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import vllm
 from support.families import numpy_array, torch_tensor
 from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.lora.request import LoRARequest
@@ -24,8 +25,13 @@ from vllm.v1.serial_utils import UtilityResult
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 
+OLDER = tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 33)
+
+
 def _fitting(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The class, called with the fields that it has."""
+    """The class; of an older release, called with the fields that it has."""
+    if not OLDER:
+        return make
     known = set(inspect.signature(make).parameters)
 
     def made(*values: Any, **fields: Any) -> Any:
@@ -62,7 +68,7 @@ FAMILY = SimpleNamespace(
     tensor=torch_tensor,
     array=numpy_array,
     request=_request,
-    sampling=_sampling,
+    sampling=_sampling if OLDER else SamplingParams,
     structured=_fitting(StructuredOutputsParams),
     repetition=RepetitionDetectionParams,
     output_kind=RequestOutputKind,
