@@ -24,7 +24,6 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import UtilityResult
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-
 OLDER = tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 33)
 
 
