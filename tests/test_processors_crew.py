@@ -10,6 +10,7 @@ from fastmm.errors import ProcessorOverloaded
 from fastmm.processors import Work
 from fastmm.processors.crew import Crew, Job
 from fastmm.processors.worker import Failure
+from support.processors import until
 
 NOT_A_PROCESS = 2**22 + 1  # no pid is that high
 
@@ -96,7 +97,7 @@ def test_when_the_last_worker_cannot_start_what_waits_fails():
     stage.births[0].set_result(LOAD_FAILED)
     stage.births[1].set_result(LOAD_FAILED)
     assert stage.failed == [(rid, "no worker could start: no weights") for rid in "abc"]
-    assert all(executor.ended for executor in stage.made)
+    until(lambda: all(executor.ended for executor in stage.made))
     stage.submit("d")  # a later one tries again
     stage.births[2].set_result(NOT_A_PROCESS)
     assert stage.started == [("d", 0)]
@@ -119,7 +120,7 @@ def test_a_replacement_has_the_index_of_what_it_replaces():
         birth.set_result(NOT_A_PROCESS)
     stage.crew.replace(stage.hosts["b"])
     assert [executor.index for executor in stage.made] == [0, 1, 2, 1]
-    assert stage.made[1].ended
+    until(lambda: stage.made[1].ended)
     stage.crew.replace(stage.hosts["b"])  # who comes second finds it done
     assert len(stage.made) == 4
     stage.finish(jobs[0])

@@ -368,7 +368,7 @@ class Crew:
             return
         if isinstance(said, int):  # the pool was shut down meanwhile
             executors.kill_process(said)
-        host.executor.shutdown(wait=False)
+        executors.retire(host.executor)
         if fresh is not None:
             self._begin(fresh)
         cause = said.error() if isinstance(said, worker.Failure) else said
@@ -392,7 +392,7 @@ class Crew:
                 fresh = self._grow(host.index)
         if pid is not None:
             executors.kill_process(pid)
-        host.executor.shutdown(wait=False)
+        executors.retire(host.executor)
         if fresh is not None:
             self._begin(fresh)
 

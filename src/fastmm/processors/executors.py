@@ -23,6 +23,7 @@ __all__ = [
     "pid_of",
     "process_executor",
     "processes_of",
+    "retire",
     "same_again",
 ]
 
@@ -110,6 +111,15 @@ def is_local(executor: Executor) -> bool:
     """Whether an executor runs in this process, so that nothing needs to cross."""
     interpreters = getattr(concurrent.futures, "InterpreterPoolExecutor", ())  # a kind of threads that share no objects
     return isinstance(executor, (ThreadPoolExecutor, DaemonThreadExecutor)) and not isinstance(executor, interpreters)
+
+
+def retire(executor: Executor) -> None:
+    """Shut down an executor that nothing will be asked of any more, without waiting for it.
+
+    On a thread of its own: from Python 3.12 on an executor whose process died calls back while it holds the lock that its
+    own `shutdown` takes.
+    """
+    threading.Thread(target=executor.shutdown, kwargs={"wait": False}, name="fastmm-retire", daemon=True).start()
 
 
 def is_stdlib(executor: Executor) -> bool:
