@@ -5,12 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 
 import pytest
+from support.processors import until
 
 from fastmm.errors import ProcessorOverloaded
 from fastmm.processors import Work
 from fastmm.processors.crew import Crew, Job
 from fastmm.processors.worker import Failure
-from support.processors import until
 
 NOT_A_PROCESS = 2**22 + 1  # no pid is that high
 
