@@ -244,7 +244,7 @@ def test_a_request_that_cannot_be_encoded_costs_itself_only(engine, front, refer
 def test_a_prompt_that_would_end_the_engine_is_refused_before_it_leaves(engine, front, reference):
     too_long = front.request("text", "too long")
     too_long.prompt_token_ids = [8] * 5000
-    with pytest.raises(fastmm.FastmmError, match="prompt_token_ids.*5000.*4096|5000.*4096"):
+    with pytest.raises(fastmm.FastmmError, match="prompt_token_ids.*4096.*5000"):
         engine.ask(too_long)
     assert engine.ask(front.request("text", "too long")) == reference.answer("text")
 
