@@ -8,7 +8,8 @@ output back, decoded here. vLLM's side is its real client classes (SyncMPClient,
 payloads are filled anew.
 
 Before anything is timed, the engine says what it got of each client: types, shapes and checksums must be equal. "p50" and "p99"
-are of trips one at a time, every client in turn; "a second" is of trips with several requests on their way.
+are of trips one at a time, every client in turn; "a second" is of trips with several requests on their way. "fastmm inline" is the
+client of asyncio told to encode requests of every size on its loop (`inline_nbytes`), as vLLM's does, not in a thread.
 """
 
 from __future__ import annotations
@@ -269,11 +270,14 @@ def contenders(with_vllm: bool = True) -> Iterator[dict[str, Contender]]:
         sync, loop = EngineClient(startup_timeout=60), asyncio.new_event_loop()
         stack.callback(loop.close)
 
-        async def make() -> Any:
-            return AsyncEngineClient(startup_timeout=60)
+        async def make(**options: Any) -> Any:
+            return AsyncEngineClient(startup_timeout=60, **options)
 
-        asynchronous = loop.run_until_complete(make())
-        addresses = [sync.bind(), asynchronous.bind()]
+        asynchronous = {
+            "fastmm async": loop.run_until_complete(make()),
+            "fastmm inline": loop.run_until_complete(make(inline_nbytes=64 << 20)),
+        }
+        addresses = [sync.bind(), *(client.bind() for client in asynchronous.values())]
         told = []
         for name in ("a", "b") if with_vllm else ():
             told.append(Addresses((f"ipc://{directory}/{name}-in",), (f"ipc://{directory}/{name}-out",)))
@@ -283,8 +287,9 @@ def contenders(with_vllm: bool = True) -> Iterator[dict[str, Contender]]:
         stack.callback(engine.wait)
         stack.callback(engine.kill)
         stack.enter_context(sync)
-        loop.run_until_complete(asynchronous.__aenter__())
-        stack.callback(lambda: loop.run_until_complete(asynchronous.__aexit__(None, None, None)))
+        for client in asynchronous.values():
+            loop.run_until_complete(client.start())
+            stack.callback(lambda client=client: loop.run_until_complete(client.close()))
         if with_vllm:
             from vllm.v1.engine.core_client import AsyncMPClient, SyncMPClient
 
@@ -299,7 +304,7 @@ def contenders(with_vllm: bool = True) -> Iterator[dict[str, Contender]]:
             stack.callback(other.shutdown)
             found["vLLM async"] = VllmAsync(loop, other)
         found["fastmm sync"] = OurSync(sync)
-        found["fastmm async"] = OurAsync(loop, asynchronous)
+        found.update((name, OurAsync(loop, client)) for name, client in asynchronous.items())
         yield found
 
 
@@ -347,8 +352,8 @@ def measure(name: str, case: Case, clients: dict[str, Contender], rounds: int | 
         cuts = statistics.quantiles(alone_s[who], n=100, method="inclusive")
         middle = statistics.median(rate[who])
         records.append({"kind": "figure", **what, "contender": who, "p50": cuts[49], "p99": cuts[98], "per_second": middle})
-    for face in ("sync", "async"):
-        ours, theirs = f"fastmm {face}", f"vLLM {face}"
+    for face, their_face in (("sync", "sync"), ("async", "async"), ("inline", "async")):
+        ours, theirs = f"fastmm {face}", f"vLLM {their_face}"
         if theirs in clients:
             trip = statistics.median(t / o for o, t in zip(alone_s[ours], alone_s[theirs], strict=True))
             many = statistics.median(o / t for o, t in zip(rate[ours], rate[theirs], strict=True))

@@ -37,10 +37,11 @@ def size_of(seed: int) -> int:
     return (0, 0, 400, 4000, 100_000, 2_000_000)[seed % 6]
 
 
+@pytest.mark.parametrize("inline_nbytes", [0, 1 << 20, 8 << 20])
 @pytest.mark.parametrize("handshake", [None, "tcp://127.0.0.1:0"])
-def test_asyncio_tasks_share_two_engines_and_each_gets_its_own_answer(handshake: str | None) -> None:
+def test_asyncio_tasks_share_two_engines_and_each_gets_its_own_answer(handshake: str | None, inline_nbytes: int) -> None:
     async def main() -> None:
-        client = AsyncEngineClient(handshake, engines=2, startup_timeout=LIMIT_S)
+        client = AsyncEngineClient(handshake, engines=2, startup_timeout=LIMIT_S, inline_nbytes=inline_nbytes)
         ranks: Counter[int] = Counter()
 
         async def one(number: int) -> None:
