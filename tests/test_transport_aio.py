@@ -296,13 +296,17 @@ async def test_a_utility_call_stands_behind_the_requests_before_it():
 @within_limit
 async def test_a_large_request_that_is_cancelled_before_it_left_is_never_sent():
     async with driven() as (client, _):
+        gate = threading.Event()
+        held = asyncio.create_task(client._worker.submit(gate.wait).result(lambda: None))
         first = asyncio.create_task(tokens(client.generate(large("count-1", 16 << 20))))
         second = asyncio.create_task(tokens(client.generate(large("count-2", 16 << 20))))
         await asyncio.sleep(0)
         second.cancel()
-        assert await first == [0]
         with pytest.raises(asyncio.CancelledError):
             await second
+        gate.set()
+        await held
+        assert await first == [0]
         assert [entry[0] for entry in await seen(client, "add")] == ["count-1"]
         assert client.counters["live"] == 0
 

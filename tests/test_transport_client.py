@@ -559,6 +559,7 @@ def test_a_client_that_is_dropped_unclosed_leaves_nothing_behind():
 
 def test_a_forked_child_is_told_that_the_client_is_not_its_own():
     with driven() as (client, _):
+        client._lock.acquire()  # as another thread may at that moment
         pid = os.fork()
         if not pid:
             code = 1
@@ -571,5 +572,6 @@ def test_a_forked_child_is_told_that_the_client_is_not_its_own():
                 client.close()
             finally:
                 os._exit(code)
+        client._lock.release()
         assert os.waitpid(pid, 0)[1] == 0
         assert tokens(client.generate(text("count-1"))) == [0, 1, 2]

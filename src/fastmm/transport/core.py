@@ -454,6 +454,7 @@ def _close_all() -> None:
 def _forget_in_child() -> None:
     for client in list(_clients):
         client._closed = "the client belongs to the process that made it: a forked child needs one of its own"
+        client._make_face()  # locks that a thread held which is not here
 
 
 atexit.register(_close_all)
