@@ -15,11 +15,13 @@ from codecs_of_both import CODECS, assert_identical, both, crossed
 from support.compare import assert_same, assert_same_frames
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
+    MultiModalFeatureSpec,
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
     MultiModalSharedField,
+    PlaceholderRange,
     nested_tensors_equal,
 )
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -233,6 +235,27 @@ class Holder:
 def test_a_custom_class_travels_where_the_operator_allows_it(sender, receiver, pickles):
     value = Holder([Custom(1), Custom(2)])
     assert receiver.Decoder(Holder).decode(sender.Encoder().encode(value)) == value
+
+
+@crossed
+@pytest.mark.parametrize("whole", [True, False], ids=["item", "request"])
+def test_an_odd_number_of_an_item_travels_where_the_operator_allows_it(sender, receiver, whole, pickles):
+    """numpy's numbers, which vLLM pickles."""
+    item = MultiModalKwargsItem(
+        {
+            "k": MultiModalFieldElem(data=np.float64(2.5), field=MultiModalBatchedField()),
+            "t": MultiModalFieldElem(data=torch.arange(100), field=MultiModalBatchedField()),
+        }
+    )
+    if whole:
+        decoded = receiver.Decoder(MultiModalKwargsItem).decode(sender.Encoder().encode(item))
+    else:
+        feature = MultiModalFeatureSpec(item, "image", "i", PlaceholderRange(0, 4), "h")
+        request = EngineCoreRequest("r", [1] * 100, [feature], None, None, 0.0, None, None, None)
+        decoded = receiver.Decoder(EngineCoreRequest).decode(sender.Encoder().encode(request)).mm_features[0].data
+    assert type(decoded["k"].data) is np.float64
+    assert decoded["k"].data == 2.5
+    assert torch.equal(decoded["t"].data, torch.arange(100))
 
 
 @both

@@ -185,6 +185,10 @@ cdef class VllmDecoder:
         except Exception as error:
             return self.after_error(error, bufs)
 
+    def pickles_allowed(self):
+        """Whether the operator allows pickles: what holds one is left to vLLM's hooks."""
+        return False
+
     def after_error(self, error, bufs):
         """What comes of a message that could not be decoded: here, the error, or what is to be raised in its place."""
         refusal = self.refusal(error)
@@ -277,9 +281,7 @@ cdef class VllmDecoder:
         self.state = &s
         try:
             if self.whole is not NULL:
-                message = read_value(&s, self.whole)
-                if s.reader.cur != s.reader.end:
-                    fail(&s, NULL, f"expected the end of the frame, got {s.reader.end - s.reader.cur} more bytes")
+                message = self.read_whole(&s, parts[0])
             else:
                 message = self.read_cut(&s, parts[0])
             for i in range(1, nframes):
@@ -289,6 +291,17 @@ cdef class VllmDecoder:
         finally:
             self.state = NULL
             state_end(&s)
+        return message
+
+    cdef object read_whole(self, DecodeState* s, object main):
+        try:
+            message = read_value(s, self.whole)
+        except DecodeError:
+            if not self.pickles_allowed():
+                raise
+            return self.read_rest(s, main)
+        if s.reader.cur != s.reader.end:
+            fail(s, NULL, f"expected the end of the frame, got {s.reader.end - s.reader.cur} more bytes")
         return message
 
     cdef object read_cut(self, DecodeState* s, object main):
@@ -311,11 +324,10 @@ cdef class VllmDecoder:
                 if ids is None:
                     return self.read_rest(s, main)  # msgspec says what is wrong
             elif index == self.features_index and at != s.reader.end and fmm_kind_of(at[0]) == FMM_KIND_ARRAY:
-                enter(s)
-                step_name(s, STEP_FIELD, <PyObject*>self.features_name)
-                features = read_value(s, self.features)
-                s.depth -= 1
                 self.features_ahead = FEATURES_AHEAD
+                features = self.features_of(s)
+                if features is None:
+                    continue
             elif fmm_read_skip(&s.reader, MAX_DEPTH, &skipped) == FMM_OK:
                 continue
             else:
@@ -331,6 +343,24 @@ cdef class VllmDecoder:
         elif self.features_ahead:
             self.features_ahead -= 1
         return message
+
+    cdef object features_of(self, DecodeState* s):
+        """The features at the cursor; None, and the cursor is behind them, for what only vLLM's hooks can read."""
+        cdef const uint8_t* at = s.reader.cur
+        cdef uint64_t skipped = 0
+        enter(s)
+        step_name(s, STEP_FIELD, <PyObject*>self.features_name)
+        try:
+            features = read_value(s, self.features)
+        except DecodeError:
+            if not self.pickles_allowed():
+                raise
+            features = None
+            s.depth = 1
+            s.reader.cur = at
+            fmm_read_skip(&s.reader, MAX_DEPTH, &skipped)
+        s.depth -= 1
+        return features
 
     cdef object ids_of(self, DecodeState* s):
         """The token ids at the cursor, None where they are not all ints."""
