@@ -119,6 +119,20 @@ def test_an_engine_that_owes_an_answer_and_is_silent_counts_as_dead():
             os.kill(processes[0].pid, signal.SIGCONT)
 
 
+@BOTH
+def test_what_a_hung_engine_never_read_is_let_go_of_and_others_have_the_room(handshake):
+    options = {"silence_timeout": 1.0, "max_inflight_nbytes": 1 << 20}
+    with driven(2, handshake=handshake, input=handshake, output=handshake, **options) as (client, processes):
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        try:
+            payload = np.ones(16 << 20, np.float32)
+            told_in(client.generate(mm_request(payload, request_id="count-1", data_parallel_rank=1)))
+            assert client.ledger.wait(LIMIT), client.ledger.counters
+            assert len(list(client.generate(mm_request(payload, request_id="count-2"), timeout=LIMIT))) == 16
+        finally:
+            os.kill(processes[1].pid, signal.SIGCONT)
+
+
 def test_who_waits_for_room_is_woken_when_the_engine_dies():
     with driven(max_inflight_nbytes=1000, silence_timeout=0.5) as (client, processes):
         os.kill(processes[0].pid, signal.SIGSTOP)

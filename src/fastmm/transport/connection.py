@@ -57,6 +57,7 @@ class Watch:
         self._inputs: dict[int, int] = {}
         self._outputs: dict[int, int] = {}
         self._peers: dict[int, str | None] = {}
+        self._inodes: dict[int, int] = {}  # descriptor -> what it stood for when it was told: descriptors are used again
         self._ranks = set(ranks)
         self.learning = True
         """Whether an engine's output connection is not known yet: outputs are then received with their descriptors."""
@@ -66,6 +67,7 @@ class Watch:
         fd = descriptor(frame)
         if fd is not None:
             self._inputs[fd] = rank
+            self._inodes[fd] = inode(fd)
             widen(fd)
         self._peers[rank] = peer(frame)
 
@@ -76,7 +78,16 @@ class Watch:
             self.learning = False
         elif rank in self._ranks:
             self._outputs[fd] = rank
+            self._inodes[fd] = inode(fd)
             self.learning = len(set(self._outputs.values())) < len(self._ranks)
+
+    def cut(self, rank: int) -> None:
+        """Break an engine's connections: for one that counts as dead and is not, so that ZMQ lets go of what it never read."""
+        for fd, other in [*self._inputs.items(), *self._outputs.items()]:
+            if other == rank:
+                with contextlib.suppress(OSError), stdlib_socket.socket(fileno=os.dup(fd)) as connection:
+                    if inode(connection.fileno()) == self._inodes[fd]:
+                        connection.shutdown(stdlib_socket.SHUT_RDWR)
 
     def who(self, frame: zmq.Frame) -> int | None:
         """Whose connection an output's frame came from, where that is sure."""
@@ -280,6 +291,14 @@ def waiting(socket: zmq.Socket[bytes], limit: int = 1000) -> Sequence[list[zmq.F
         except zmq.Again:
             break
     return messages
+
+
+def inode(fd: int) -> int:
+    """What tells a connection from a later one of the same descriptor; 0 where it is gone."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return 0
 
 
 def widen(fd: int) -> None:

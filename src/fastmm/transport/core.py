@@ -413,6 +413,7 @@ class ClientCore:
                 self._bury(engine, f"it owed an answer and said nothing for {timeout:g} s")
                 if told:
                     self._tell(engine, [ABORT, abort_message(told)])  # should it wake up, it need not go on
+                self._watch.cut(engine.rank)
 
     def _let_input_forget(self) -> None:
         """Have ZMQ let go of what lay in a broken connection: it does when its socket is next used, and nobody may use it."""
