@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmm.transport.salvage import MOST_ID_CHARACTERS, salvage_request
+from fastmm.transport.salvage import MOST_ID_CHARACTERS, salvage_call, salvage_request
 
 WHOLE = [
     "r-1",
@@ -103,3 +103,26 @@ def test_no_flipped_byte_makes_it_raise(position, value):
     main = bytearray(packed())
     main[position % len(main)] = value
     salvage_request(main)
+
+
+CALL = [2, 2**63 + 7, "is_sleeping", []]
+
+
+def test_a_broken_utility_call_says_whose_it_is():
+    main = msgpack.packb(CALL)
+    for length in range(11, len(main) + 1):  # array header, client index, call id
+        assert salvage_call(main[:length]) == (2, 2**63 + 7)
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        b"",
+        b"\x94",
+        b"\x94\x02",
+        b"\xc1",
+        *map(msgpack.packb, (CALL[:3], ["r-1", *CALL[1:]], [-1, *CALL[1:]], [2, "7", "x", []])),
+    ],
+)
+def test_what_does_not_begin_as_a_utility_call_has_no_caller(main):
+    assert salvage_call(main) is None

@@ -203,6 +203,30 @@ def test_any_other_message_that_cannot_be_decoded_is_dropped(kind, thread, log):
     assert log.text.count("is dropped") == 5
 
 
+CALL = frames_of((0, 2**63 + 7, "is_sleeping", ()))[0]
+BROKEN_CALLS = [CALL[:-1], CALL[:-3], CALL[:11], msgpack.packb([0, 2**63 + 7, "x", msgpack.ExtType(9, b"")])]
+
+
+@pytest.mark.parametrize("main", BROKEN_CALLS)
+def test_a_utility_call_that_cannot_be_decoded_is_answered_as_failed(main, thread):
+    thread.send(UTILITY, main)
+    thread.engine._handle_client_request(*thread.takes())
+    client_index, outputs = thread.engine.output_queue.get(timeout=WAIT)
+    assert (client_index, outputs.utility_output.call_id) == (0, 2**63 + 7)
+    assert "could not be decoded" in outputs.utility_output.failure_message
+    assert core.MsgpackEncoder().encode(outputs)  # it can be sent
+    assert thread.lives()
+
+
+def test_what_begins_as_a_utility_call_and_is_none_or_has_no_caller_is_dropped(thread):
+    for kind, main in ((ABORT, CALL[:-1]), (UTILITY, b"\x94\x01" + CALL[2:-1]), (UTILITY, b"\x94\xff" + CALL[2:-1])):
+        thread.send(kind, main)
+        thread.engine._handle_client_request(*thread.takes())
+        assert thread.lives()
+    ids = thread.engine.aborts_queue.get_nowait()
+    assert {}.keys().isdisjoint(ids)  # read as ids of requests, they can be looked up
+
+
 @pytest.mark.parametrize("kind", [b"\x63", b"", b"READ", b"\x00\x00"])
 def test_a_message_of_an_unknown_type_is_dropped(kind, thread, log):
     for frames in ([], [b"\xc1"], frames_of(["r-1"])):

@@ -59,6 +59,20 @@ def salvage_request(main: bytes | bytearray | memoryview, client_index_position:
     return Salvaged(request_id, index)
 
 
+def salvage_call(main: bytes | bytearray | memoryview) -> tuple[int, int] | None:
+    """Read client index and call id of a broken utility call; None where it does not begin as one does. Never raises."""
+    try:
+        unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
+        unpacker.feed(main)
+        if unpacker.read_array_header() != 4:
+            return None
+        client_index, call_id = unpacker.unpack(), unpacker.unpack()
+    except Exception:
+        return None
+    fits = type(client_index) is int and type(call_id) is int and 0 <= client_index < _MOST_CLIENTS
+    return (client_index, call_id) if fits else None
+
+
 def salvage_call_id(main: bytes | bytearray | memoryview) -> int | None:
     """Read the id of a broken utility call, under which its caller waits; None where it cannot be read. Never raises."""
     try:

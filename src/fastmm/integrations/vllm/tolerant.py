@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fastmm.transport.salvage import salvage_request
+from fastmm.transport.salvage import salvage_call, salvage_request
 
 from . import counters
 from .log import describe, logger, warn
@@ -30,6 +30,14 @@ class Broken:
     def __getattr__(self, name: str) -> Any:
         # Whatever preprocessing looks at first. `error` is set, so this cannot recurse.
         raise self.error
+
+
+class BrokenCall(tuple[int, int, str, tuple[()]]):
+    """What a decoder gives for a message that begins as a utility call and could not be decoded.
+
+    Four values, as vLLM takes a call apart before it puts it on its queue, and all of them hashable: should the message have
+    been sent as an abort, they are ids that no request has.
+    """
 
 
 # What a decoder gives for any other message that it could not decode. vLLM takes a utility call apart into four before it puts
@@ -60,6 +68,8 @@ def tolerant(decoder: Any) -> Any:
                 raise error
             if self._requests:
                 return Broken(error, *self._salvage(bufs))
+            if (call := self._salvage_call(bufs)) is not None:
+                return BrokenCall((*call, describe(error), ()))
             counters.add(counters.dropped)
             warn("dropped", "fastmm: a message that is no request could not be decoded and is dropped: %s", describe(error))
             return DROPPED
@@ -81,14 +91,23 @@ def tolerant(decoder: Any) -> Any:
                     return self._tolerate(error, bufs)
 
         def _salvage(self, bufs: Any) -> tuple[str | None, int | None]:
-            try:
-                main = bufs[0] if isinstance(bufs, (list, tuple)) else bufs
-                return salvage_request(memoryview(main), self._client_index_position)
-            except Exception:  # no frame at all, or none that is memory
-                return None, None
+            main = main_frame(bufs)
+            return (None, None) if main is None else salvage_request(main, self._client_index_position)
+
+        def _salvage_call(self, bufs: Any) -> tuple[int, int] | None:
+            main = main_frame(bufs)
+            return None if main is None else salvage_call(main)
 
     TolerantDecoder.__name__ = TolerantDecoder.__qualname__ = "MsgpackDecoder"
     return TolerantDecoder
+
+
+def main_frame(bufs: Any) -> memoryview | None:
+    """The memory of a message's main frame; None where there is none."""
+    try:
+        return memoryview(bufs[0] if isinstance(bufs, (list, tuple)) else bufs)
+    except Exception:  # no frame at all, or none that is memory
+        return None
 
 
 def core_misfits(core: Any) -> list[str]:
@@ -138,7 +157,9 @@ def _answering(method: Any) -> Any:
 
 def _dropping(method: Any) -> Any:
     def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
-        if request is not DROPPED:
+        if type(request) is BrokenCall:
+            fail_call(self, request_type, request)
+        elif request is not DROPPED:
             method(self, request_type, request)
 
     setattr(_handle_client_request, _SEEN, True)
@@ -156,6 +177,21 @@ def answer(engine: Any, broken: Broken) -> None:
     warn("answered", "fastmm: request %.200r could not be decoded and is answered as failed: %s", broken.request_id, reason)
     for client_index in _clients(engine, broken.client_index):
         engine._send_error_outputs_to_client([broken.request_id], client_index)
+
+
+def fail_call(engine: Any, request_type: Any, call: BrokenCall) -> None:
+    """Tell the caller of a broken utility call that it has failed; it waits for an answer."""
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+
+    client_index, call_id, reason, _ = call
+    if request_type.name != "UTILITY" or client_index >= len(engine.addresses.outputs):
+        counters.add(counters.dropped)
+        warn("dropped", "fastmm: a message that is no request could not be decoded and is dropped: %s", reason)
+        return
+    counters.add(counters.answered)
+    warn("answered", "fastmm: a utility call could not be decoded and is answered as failed: %s", reason)
+    failure = UtilityOutput(call_id, failure_message=f"the call could not be decoded: {reason}")
+    engine.output_queue.put_nowait((client_index, EngineCoreOutputs(utility_output=failure)))
 
 
 def _clients(engine: Any, client_index: int | None) -> range | tuple[int]:
