@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from concurrent.futures import CancelledError
@@ -37,12 +38,16 @@ def client():
     import dask
 
     with dask.config.set(settings):
-        with distributed.LocalCluster(
+        cluster = distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, memory_limit=0, silence_logs="CRITICAL"
-        ) as cluster:
-            with cluster.get_client() as client:
-                client.wait_for_workers(2, timeout=LONG)
-                yield client
+        )
+        client = cluster.get_client()
+        client.wait_for_workers(2, timeout=LONG)
+        yield client
+        client.close()
+        for _ in range(2):
+            with contextlib.suppress(KeyError):  # of a worker that was killed, and that it has lost track of
+                cluster.close()
 
 
 def make_whole(client) -> None:
