@@ -203,6 +203,27 @@ def test_damaged_frames_are_refused_or_read_and_nothing_else(case):
         assert_same(got.prompt_token_ids, expected.prompt_token_ids)
 
 
+def test_features_with_a_pickle_are_left_to_their_hooks_where_pickles_are_allowed():
+    class Allowing(StandInDecoder):
+        def pickles_allowed(self):
+            return True
+
+        def ext_hook(self, code, data):
+            return f"pickle of {len(data)}" if code == 1 else super().ext_hook(code, data)
+
+    for pad in (0, 1000):
+        main = msgspec.msgpack.decode(fastmm.Encoder().encode(request(3, cache_salt="x" * pad))[0])
+        main[2][0]["data"]["pixel_values"]["data"] = msgspec.msgpack.Ext(1, b"abc")
+        frames = [msgspec.msgpack.encode(main)]
+        got = Allowing().decode(frames)
+        assert got.mm_features[0].data["pixel_values"]["data"] == "pickle of 3"
+        assert got.prompt_token_ids == [1, 2]
+        with pytest.raises(msgspec.DecodeError):
+            StandInDecoder().decode(frames)
+    item = msgspec.msgpack.encode({"k": {"data": msgspec.msgpack.Ext(1, b"abc"), "field": ["batched", {"keep_on_cpu": True}]}})
+    assert Allowing(MultiModalKwargsItem).decode(item)["k"]["data"] == "pickle of 3"
+
+
 def test_frames_are_let_go():
     class Watched(bytearray):
         pass
