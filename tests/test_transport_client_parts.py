@@ -54,8 +54,9 @@ def registry(engines: int = 1) -> Registry:
 
 def added(to: Registry, request_id: str, **more: Any) -> Kept:
     live = Kept(request_id)
-    to.add(live, text(request_id, **more), 0.0)
+    to.add(live, text(request_id, **more))
     live.sent = True
+    to.owe(live, 0.0)
     return live
 
 
@@ -132,7 +133,7 @@ def test_a_name_is_never_used_twice_while_the_engine_may_still_use_it():
 def test_what_was_never_sent_is_not_told_to_end():
     of = registry()
     live = Kept("1")
-    of.add(live, text("1"), 0.0)
+    of.add(live, text("1"))
     assert of.abort([live]) == {}
     assert added(of, "1").wire_id == "1"
 
@@ -140,7 +141,7 @@ def test_what_was_never_sent_is_not_told_to_end():
 def test_calls_are_answered_once_by_number():
     of = registry()
     one, two = KeptCall(), KeptCall()
-    numbers = [of.call(call, of.engines[0], 0.0) for call in (one, two)]
+    numbers = [of.call(call, of.engines[0]) for call in (one, two)]
     assert len(set(numbers)) == 2
     of.take(said(utility_output=UtilityOutput(numbers[1], None, UtilityResult([1, 2]))), 1.0)
     of.take(said(utility_output=UtilityOutput(numbers[1], None, UtilityResult(3))), 1.0)
@@ -154,7 +155,7 @@ def test_each_who_waits_for_a_dead_engine_gets_an_error_of_his_own():
     of = registry()
     lives = [added(of, f"{i}") for i in range(3)]
     call = KeptCall()
-    of.call(call, of.engines[0], 0.0)
+    of.call(call, of.engines[0])
     assert of.bury(of.engines[0], "gone")
     assert not of.bury(of.engines[0], "again")
     errors = [live.got[-1] for live in lives] + call.got
@@ -166,12 +167,50 @@ def test_only_an_engine_that_owes_something_can_be_silent_for_too_long():
     of = registry(2)
     assert (of.silent(100.0, 1.0), of.silent_at(1.0)) == ([], None)
     live = Kept("1")
-    of.add(live, text("1", data_parallel_rank=1), 50.0)
+    of.add(live, text("1", data_parallel_rank=1))
+    assert (of.silent(100.0, 1.0), of.silent_at(1.0)) == ([], None)  # it was not sent yet
+    of.owe(live, 50.0)
+    of.owe(live, 55.0)  # once
     assert of.silent_at(1.0) == 51.0
     of.take(said(engine_index=1), 50.5)
     assert (of.silent(51.0, 1.0), of.silent(51.5, 1.0)) == ([], [of.engines[1]])
     of.drop(live)
     assert of.silent(100.0, 1.0) == []
+    of.owe(live, 60.0)  # who sent it in another thread may be late to say so
+    assert of.silent_at(1.0) is None
+    call = KeptCall()
+    of.call(call, of.engines[1])
+    assert of.silent_at(1.0) is None
+    of.owe(call, 70.0)
+    assert of.silent_at(1.0) == 71.0
+    of.forget(call)
+    assert of.silent_at(1.0) is None
+
+
+def test_an_id_that_another_request_goes_by_on_the_wire_reaches_its_own_request_all_the_same():
+    of = registry()
+    of.abort([added(of, "a")])
+    users, renamed = added(of, "a~1"), added(of, "a")
+    assert users.wire_id == "a~1"
+    assert renamed.wire_id not in {"a", "a~1"}
+    of.take(said(output(renamed.wire_id, 1), output("a~1", 2)), 1.0)
+    assert [got.new_token_ids for got in renamed.got] == [[1]]
+    assert [got.new_token_ids for got in users.got] == [[2]]
+    for user_id in (renamed.wire_id, "a~1"):  # the wire id of another, which is a user's to take; and a live one
+        if user_id == "a~1":
+            with pytest.raises(SchemaValueError, match="live already"):
+                added(of, user_id)
+        else:
+            assert user_id not in of
+            third = added(of, user_id)
+            assert third.wire_id not in {users.wire_id, renamed.wire_id}
+            assert of.find([user_id]) == [third]
+    assert of.abort([users])
+    assert users.got[-1].finish_reason == FinishReason.ABORT
+    of.abort([renamed, third])
+    assert len(of) == 0
+    again = added(of, "a")
+    assert again.wire_id not in {"a", "a~1", renamed.wire_id, third.wire_id}  # all of them may still be spoken of
 
 
 # --- waves ------------------------------------------------------------------------------------------------------------

@@ -11,72 +11,29 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 
 from ..errors import Overloaded, TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
+from .aio_live import AsyncCall, AsyncLive
 from .connection import receive_frames, send_frames
 from .control import ADD, UTILITY
-from .core import ClientCore, copied, utility_frames
-from .lifetime import nbytes_of
-from .registry import Call, Ended, Engine, Live, request_id_of
-from .worker import Worker
+from .core import ClientCore, copied, left, utility_frames
+from .large import INLINE_NBYTES, is_large
+from .lifetime import Ticket, nbytes_of
+from .registry import Ended, Engine, Live, request_id_of
+from .worker import Job, Worker
 
 __all__ = ["AsyncEngineClient", "AsyncOutputs"]
 
-# Requests with more payload than this are encoded, and cast, in a thread.
-INLINE_NBYTES = 1 << 20
-# A request with more items than this counts as large without a look at each.
-_INLINE_ITEMS = 128
 # How many messages are taken before the event loop has its turn.
 _AT_ONCE = 64
-
-
-class _Live(Live):
-    __slots__ = ("error", "items", "waiter")
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self.items: deque[EngineCoreOutput] = deque()
-        self.error: BaseException | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def push(self, output: EngineCoreOutput) -> None:
-        self.items.append(output)
-        if self.waiter is not None:
-            self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        self.error = error
-        if self.waiter is not None:
-            self._wake()
-
-    def _wake(self) -> None:
-        waiter, self.waiter = self.waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-
-class _Call(Call):
-    __slots__ = ("future",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def answer(self, value: Any) -> None:
-        if not self.future.done():
-            self.future.set_result(value)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.future.exception()  # it is looked at, even if the caller was cancelled
+# How often who closes on another loop looks whether the client's own still runs.
+_LOOK_EVERY_S = 0.1
 
 
 class AsyncOutputs(AsyncIterator[EngineCoreOutput]):
@@ -91,7 +48,7 @@ class AsyncOutputs(AsyncIterator[EngineCoreOutput]):
         self._request = request
         self._wait = wait
         self._timeout = timeout
-        self._live: _Live | None = None
+        self._live: AsyncLive | None = None
         self._over = False
 
     def __aiter__(self) -> AsyncOutputs:
@@ -113,6 +70,8 @@ class AsyncOutputs(AsyncIterator[EngineCoreOutput]):
             await self._send()
             live = self._live
             assert live is not None
+        elif asyncio.get_running_loop() is not self._client._loop:
+            self._client._other_loop()
         while not live.items:
             if live.error is not None:
                 error, live.error, self._over = live.error, None, True
@@ -138,8 +97,12 @@ class AsyncOutputs(AsyncIterator[EngineCoreOutput]):
                 self._client._abort([self._live])
 
     async def aclose(self) -> None:
-        """Abort the request, where it has not ended."""
-        self._abort()
+        """Abort the request, where it has not ended. On any event loop."""
+        if self._live is None or asyncio.get_running_loop() is self._client._loop:
+            self._abort()
+        elif not self._over:
+            self._over = True
+            self._client._abandon(self._live)
 
     async def __aenter__(self) -> AsyncOutputs:
         return self
@@ -147,7 +110,7 @@ class AsyncOutputs(AsyncIterator[EngineCoreOutput]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._abort()
+        await self.aclose()
 
     def __del__(self) -> None:
         # May run on any thread, in the middle of anything: the event loop does the rest.
@@ -187,7 +150,11 @@ class AsyncEngineClient(ClientCore):
         self._clock: asyncio.TimerHandle | None = None
         # Around what leaves by the input socket, for the loop and the worker both send.
         self._send_lock = threading.Lock()
+        self._end_lock = threading.Lock()
         self._queued = 0  # how much the worker has to send: while that is nothing, small requests may leave from the loop
+        self._stuck = False  # whether the worker waits for room
+        self._impatient: set[Job] = set()  # what the worker has to send, and must not wait for room
+        self._progress_error: BaseException | None = None
         self._started: asyncio.Task[None] | None = None
         self._ended: asyncio.Task[None] | None = None
 
@@ -210,9 +177,14 @@ class AsyncEngineClient(ClientCore):
         self._started = loop.create_task(job.result(self._closing.set))
         try:
             await asyncio.shield(self._started)
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if self._progress_error is not None and isinstance(error, Exception):
+                raise self._progress_error from None
             raise
+        if self._progress_error is not None:
+            await self.close()
+            raise self._progress_error
         if self._closing.is_set():
             raise TransportError("the client was closed while it waited for its engines")
         connection = self._bound()
@@ -225,36 +197,68 @@ class AsyncEngineClient(ClientCore):
         progress = self._progress
         if progress is None:
             return None
-        return lambda state: loop.call_soon_threadsafe(progress, state)
+
+        def tell(state: dict[int, str]) -> None:
+            if self._progress_error is None:
+                try:
+                    progress(state)
+                except BaseException as error:  # start() raises it
+                    self._progress_error = error
+                    self._closing.set()
+
+        return lambda state: loop.call_soon_threadsafe(tell, state)
 
     async def close(self) -> None:
-        """Abort what is live on the engines, end whoever waits with `TransportError`, and close. As often as liked."""
+        """Abort what is live on the engines, end whoever waits with `TransportError`, and close. As often as liked.
+
+        On any event loop, also when that of the client has ended.
+        """
         if self._owner != os.getpid():
             return  # a forked child: the sockets are the parent's
         self._closing.set()
-        if self._ended is None:
-            self._ended = asyncio.get_running_loop().create_task(self._close())
+        loop = asyncio.get_running_loop()
+        own = self._loop
+        if own is not None and own is not loop and own.is_running():  # in another thread
+            with contextlib.suppress(RuntimeError):  # it has just been closed
+                closing = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.close(), own))
+                while own.is_running():
+                    done, _ = await asyncio.wait([closing], timeout=_LOOK_EVERY_S)
+                    if done:
+                        await closing
+                        return
+        if self._ended is None or self._ended.get_loop() is not loop:
+            self._ended = loop.create_task(self._close())
         await asyncio.shield(self._ended)  # who is cancelled here leaves it to end on its own
 
     aclose = close
 
     async def _close(self) -> None:
-        if self._started is not None:
+        loop = asyncio.get_running_loop()
+        if self._started is not None and self._started.get_loop() is loop:
             await asyncio.wait([self._started])
-        for descriptor in self._readers:
-            asyncio.get_running_loop().remove_reader(descriptor)
+        if self._loop is not None and not self._loop.is_closed():
+            for descriptor in self._readers:
+                self._loop.remove_reader(descriptor)
         if self._clock is not None:
             self._clock.cancel()
         if self._closed is None:
             self._end("the client was closed")
         self._closed = "the client is closed"
-        worker = self._worker or Worker("fastmm-engine-client")
-        await worker.submit(self._let_go).result(lambda: None)
-        worker.close()
+        worker, self._worker = self._worker or Worker("fastmm-engine-client"), None
+        try:
+            await worker.submit(self._let_go).result(lambda: None)  # the worker comes to it when it has nothing else to do
+        finally:
+            worker.close()
 
     def _close_at_exit(self) -> None:
         """There is no loop any more."""
+        self._closing.set()
+        self._closed = "the client is closed"
         self._let_go()
+
+    def _let_go(self) -> None:
+        with self._end_lock:  # as it may be closed on two event loops
+            super()._let_go()
 
     async def __aenter__(self) -> AsyncEngineClient:
         await self.start()
@@ -296,7 +300,8 @@ class AsyncEngineClient(ClientCore):
 
     async def _submit(self, outputs: AsyncOutputs, request: Any, wait: bool, timeout: float | None) -> None:
         self._check_loop()
-        live = _Live(request_id_of(request))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        live = AsyncLive(request_id_of(request))
         self._admit(live, request)
         outputs._live = live
         try:
@@ -314,7 +319,12 @@ class AsyncEngineClient(ClientCore):
                 else:
                     self._send_request(live, ticket.parcels(frames))
                     return
-            await self._send_in_turn(live, request, frames, wait, timeout)
+            try:
+                await self._send_in_turn(live, request, frames, wait, deadline)
+            except TransportTimeout:
+                raise TransportTimeout(
+                    f"no room for request {live.request_id!r:.80} within {timeout:g} s: {self.ledger.said}"
+                ) from None
         except Ended:
             pass  # the iterator tells
         except BaseException:
@@ -325,39 +335,83 @@ class AsyncEngineClient(ClientCore):
             raise
 
     async def _send_in_turn(
-        self, live: _Live, request: Any, frames: Sequence[Any] | None, wait: bool, timeout: float | None
+        self, live: AsyncLive, request: Any, frames: Sequence[Any] | None, wait: bool, deadline: float | None
     ) -> None:
         """Have the worker encode and send, when all that was asked for before is sent."""
         worker = self._worker
         assert worker is not None
-        self._queued += 1
+        if not wait and self._stuck:
+            raise self._overloaded(live.request_id)
+        job = worker.submit(self._encode_and_send, live, request, frames, wait, deadline)
+        del request, frames
+        if not wait:
+            self._impatient.add(job)
+            job.request_id = live.request_id
         try:
-            job = worker.submit(self._encode_and_send, live, request, frames, wait, timeout)
-            del request, frames
-            await job.result(lambda: self._registry.drop(live))
+            await self._in_turn(job, lambda: self._registry.drop(live), deadline, TransportTimeout())
         except zmq.ZMQError as error:
             raise self._not_sent(live.engine, error) from None
         finally:
-            self._queued -= 1
+            self._impatient.discard(job)
+        self._registry.owe(live, time.monotonic())
         if self._waves.enabled:
             self._tell_wave(self._waves.on_request(live.engine.rank))
 
+    async def _in_turn(
+        self, job: Job, when_cancelled: Callable[[], object], deadline: float | None, late: TransportTimeout | None
+    ) -> None:
+        """Wait until the worker has done a job; raise `late` where it has not begun it by then."""
+        timer = None
+        if deadline is not None and late is not None:
+            timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), job.refuse, late)
+        self._queued += 1
+        try:
+            await job.result(when_cancelled)
+        finally:
+            self._queued -= 1
+            if timer is not None:
+                timer.cancel()
+
     def _encode_and_send(
-        self, live: Live, request: Any, frames: Sequence[Any] | None, wait: bool, timeout: float | None
+        self, live: Live, request: Any, frames: Sequence[Any] | None, wait: bool, deadline: float | None
     ) -> None:
         """The worker's part: all of it but the registry, which is the loop's."""
         live.check()
         if frames is None:
             frames = self._encode(live, request)
         if not copied(frames):
-            ticket = self.ledger.reserve(nbytes_of(frames), wait=wait, timeout=timeout, check=live.check)
-            frames = ticket.parcels(frames)
+            frames = self._reserve(live, nbytes_of(frames), wait, deadline).parcels(frames)
         message = [live.engine.identity, ADD, *frames]
         with self._send_lock:
             # In this order: who ends it on the loop sees that it is sent, or is seen here. Aborts wait for the lock.
             live.sent = True
             live.check()
             send_frames(self._bound().input, message)
+
+    def _reserve(self, live: Live, nbytes: int, wait: bool, deadline: float | None) -> Ticket:
+        """Room for a request; the worker's."""
+        try:
+            return self.ledger.reserve(nbytes, wait=False)
+        except Overloaded:
+            if not wait:
+                raise
+        self._stuck = True
+        try:
+            assert self._loop is not None
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._refuse_impatient)
+            return self.ledger.reserve(nbytes, timeout=left(deadline), check=live.check)
+        finally:
+            self._stuck = False
+
+    def _refuse_impatient(self) -> None:
+        """The worker waits for room: what stands behind it and must not wait has none either."""
+        if self._stuck:
+            for job in self._impatient:
+                job.refuse(self._overloaded(job.request_id))
+
+    def _overloaded(self, request_id: str) -> Overloaded:
+        return Overloaded(f"no room for request {request_id!r:.80} behind others that wait: {self.ledger.said}")
 
     def _send(self, engine: Engine, frames: Sequence[Any]) -> None:
         with self._send_lock:
@@ -366,7 +420,11 @@ class AsyncEngineClient(ClientCore):
     def _check_loop(self) -> None:
         self._check_open()
         if asyncio.get_running_loop() is not self._loop:
-            raise TransportError("the client belongs to the event loop that it was started on, and this is another")
+            self._other_loop()
+
+    def _other_loop(self) -> NoReturn:
+        self._check_owner()
+        raise TransportError("the client belongs to the event loop that it was started on, and this is another")
 
     def _let_input_forget(self) -> None:
         with self._send_lock:
@@ -381,7 +439,7 @@ class AsyncEngineClient(ClientCore):
         if self._closed is None:
             self._tell_aborts(self._registry.abort(lives))
 
-    def _abandon(self, live: _Live) -> None:
+    def _abandon(self, live: AsyncLive) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._abort, [live])
@@ -414,31 +472,29 @@ class AsyncEngineClient(ClientCore):
     ) -> dict[int, Any]:
         """`call_utility`, with what each engine returned, by rank."""
         self._check_loop()
+        deadline = None if timeout is None else time.monotonic() + timeout
         if self._queued:  # behind the requests that were asked for before
             worker = self._worker
             assert worker is not None
-            self._queued += 1
-            try:
-                await worker.submit(int).result(lambda: None)
-            finally:
-                self._queued -= 1
+            late_error = None if timeout is None else TransportTimeout(f"{method!r} could not be sent within {timeout:g} s")
+            await self._in_turn(worker.submit(int), lambda: None, deadline, late_error)
             self._check_open()
-        calls: list[_Call] = []
-        now = time.monotonic()
+        calls: list[AsyncCall] = []
         try:
             for engine in self._registry.call_targets(rank):
-                call = _Call()
-                self._registry.call(call, engine, now)
+                call = AsyncCall()
+                self._registry.call(call, engine)
                 calls.append(call)
             for call in calls:
                 frames = utility_frames(call, method, args)
                 with contextlib.suppress(Ended):  # its engine died, and the answer is there
                     if not copied(frames):
-                        ticket = await self.ledger.areserve(nbytes_of(frames), timeout=timeout, check=call.check)
+                        ticket = await self.ledger.areserve(nbytes_of(frames), timeout=left(deadline), check=call.check)
                         frames = ticket.parcels(frames)
                     call.check()
                     self._send(call.engine, [UTILITY, *frames])
-            _, waiting = await asyncio.wait([call.future for call in calls], timeout=timeout)
+                    self._registry.owe(call, time.monotonic())
+            _, waiting = await asyncio.wait([call.future for call in calls], timeout=left(deadline))
             if waiting:
                 late = ", ".join(call.engine.name for call in calls if not call.future.done())
                 raise TransportTimeout(f"no answer to {method!r} within {timeout:g} s from {late}")
@@ -505,29 +561,3 @@ class AsyncEngineClient(ClientCore):
             pass
         self._look_at_clock(time.monotonic())
         self._set_clock()
-
-
-def is_large(request: Any, inline_nbytes: int = INLINE_NBYTES) -> bool:
-    """Whether encoding a request may take long enough to hold up an event loop: more than so much payload."""
-    try:
-        nbytes = 0 if request.prompt_embeds is None else _nbytes(request.prompt_embeds)
-        features = request.mm_features
-        if features:
-            if len(features) > _INLINE_ITEMS:
-                return True
-            for feature in features:
-                if feature.data:
-                    for elem in feature.data.values():
-                        nbytes += _nbytes(elem.data)
-                    if nbytes > inline_nbytes:
-                        return True
-        return nbytes > inline_nbytes
-    except (AttributeError, TypeError):  # not what it should be: the encoder says how
-        return False
-
-
-def _nbytes(payload: Any) -> int:
-    if type(payload) in (list, tuple):
-        return sum(map(_nbytes, payload))
-    nbytes = getattr(payload, "nbytes", 8)
-    return nbytes if isinstance(nbytes, int) else 8

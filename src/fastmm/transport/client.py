@@ -23,7 +23,7 @@ from ..errors import TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .connection import receive_frames
 from .control import UTILITY
-from .core import ClientCore, copied, utility_frames
+from .core import ClientCore, copied, left, utility_frames
 from .lifetime import nbytes_of
 from .registry import Call, Ended, Live, request_id_of
 from .turns import Turns
@@ -310,19 +310,21 @@ class EngineClient(ClientCore):
         try:
             with self._lock:
                 self._check_open()
-                now = time.monotonic()
                 for engine in self._registry.call_targets(rank):
                     call = _Call()
-                    self._registry.call(call, engine, now)
+                    self._registry.call(call, engine)
                     calls.append(call)
             for call in calls:
                 frames = utility_frames(call, method, args)
                 with contextlib.suppress(Ended):  # its engine died, and the answer is there
                     if not copied(frames):
-                        frames = self.ledger.reserve(nbytes_of(frames), timeout=timeout, check=call.check).parcels(frames)
+                        frames = self.ledger.reserve(nbytes_of(frames), timeout=left(deadline), check=call.check).parcels(
+                            frames
+                        )
                     with self._lock:
                         call.check()
                         self._send(call.engine, [UTILITY, *frames])
+                        self._registry.owe(call, time.monotonic())
             return {call.engine.rank: self._answer(call, method, timeout, deadline) for call in calls}
         finally:
             with self._lock:
@@ -331,7 +333,7 @@ class EngineClient(ClientCore):
 
     def _answer(self, call: _Call, method: str, timeout: float | None, deadline: float | None) -> Any:
         try:
-            item = self._turns.wait(call.queue, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            item = self._turns.wait(call.queue, left(deadline))
         except Empty:
             raise TransportTimeout(f"{call.engine.name} did not answer {method!r} within {timeout:g} s") from None
         if isinstance(item, BaseException):

@@ -283,7 +283,7 @@ class ClientCore:
 
     def _admit(self, live: Live, request: Any) -> Engine:
         """Take a request in, and write the client's index and the wave into it."""
-        engine = self._registry.add(live, request, time.monotonic())
+        engine = self._registry.add(live, request)
         if request.client_index != _CLIENT_INDEX:
             request.client_index = _CLIENT_INDEX
         if self._waves.enabled and request.current_wave != self._waves.current:
@@ -307,6 +307,7 @@ class ClientCore:
         engine = live.engine
         live.sent = True
         self._send(engine, [ADD, *frames])
+        self._registry.owe(live, time.monotonic())
         if self._waves.enabled:
             self._tell_wave(self._waves.on_request(engine.rank))
 
@@ -432,6 +433,11 @@ def utility_frames(call: Call, method: str, args: Sequence[Any]) -> list[Any]:
 def copied(frames: Sequence[Any]) -> bool:
     """Whether ZMQ copies these frames as they are sent: one that is small. Nothing has to be kept for it."""
     return len(frames) == 1 and len(frames[0]) < COPIED_NBYTES
+
+
+def left(deadline: float | None) -> float | None:
+    """How many seconds are left until then."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _whole(value: Any) -> int:

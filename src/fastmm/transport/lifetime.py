@@ -91,7 +91,7 @@ class Ledger:
         if ticket is not None:
             return ticket
         if not wait:
-            raise Overloaded(f"no room for {nbytes} bytes: {self._said()}")
+            raise Overloaded(f"no room for {nbytes} bytes: {self.said}")
         woken = _Woken()
         ticket = self._room.enter(nbytes, woken.wake)
         assert ticket is not None
@@ -108,7 +108,7 @@ class Ledger:
             raise
         if not ticket.admitted:
             self._room.leave(ticket)
-            raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self._said()}")
+            raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self.said}")
         return ticket
 
     async def areserve(
@@ -124,7 +124,7 @@ class Ledger:
         if ticket is not None:
             return ticket
         if not wait:
-            raise Overloaded(f"no room for {nbytes} bytes: {self._said()}")
+            raise Overloaded(f"no room for {nbytes} bytes: {self.said}")
         woken = _WokenLoop()
         ticket = self._room.enter(nbytes, woken.wake)
         assert ticket is not None
@@ -142,7 +142,7 @@ class Ledger:
             raise
         if not ticket.admitted:
             self._room.leave(ticket)
-            raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self._said()}")
+            raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self.said}")
         return ticket
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -218,7 +218,9 @@ class Ledger:
             "finished": room.finished,
         }
 
-    def _said(self) -> str:
+    @property
+    def said(self) -> str:
+        """How full it is, in words."""
         room = self._room
         return (
             f"{room.inflight_nbytes} bytes in {room.inflight} messages are on their way, of at most {room.limit_nbytes}, "

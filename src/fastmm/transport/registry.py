@@ -35,6 +35,7 @@ class Engine:
         "live",
         "longest_prompt",
         "name",
+        "owed",
         "owes_since",
         "rank",
         "work",
@@ -52,11 +53,8 @@ class Engine:
         self.work = 0
         self.death: str | None = None  # why it counts as dead
         self.heard = 0.0  # when it last said anything
-        self.owes_since = 0.0  # since when it has owed something without a break
-
-    @property
-    def owes(self) -> bool:
-        return bool(self.live or self.calls)
+        self.owed = 0  # how many requests and calls were sent to it and have not ended
+        self.owes_since = 0.0  # since when that has not been nothing
 
     def dead(self) -> EngineDead:
         """A new error for each who waits: one error raised in many places would mix their tracebacks."""
@@ -70,7 +68,7 @@ class Ended(Exception):
 class Live:
     """A request on its way through an engine. The faces say what becomes of its outputs."""
 
-    __slots__ = ("__weakref__", "ended", "engine", "prompt", "request_id", "sent", "wire_id")
+    __slots__ = ("__weakref__", "ended", "engine", "owed", "prompt", "request_id", "sent", "wire_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -78,6 +76,7 @@ class Live:
         self.engine: Engine
         self.prompt = 0  # prompt tokens that count as not computed yet
         self.sent = False  # whether the engine knows of it
+        self.owed = False  # whether it counts among what the engine owes
         self.ended = False  # the registry is done with it
 
     def check(self) -> None:
@@ -97,11 +96,12 @@ class Live:
 class Call:
     """A utility call that waits for its answer."""
 
-    __slots__ = ("__weakref__", "call_id", "ended", "engine")
+    __slots__ = ("__weakref__", "call_id", "ended", "engine", "owed")
 
     def __init__(self) -> None:
         self.call_id = 0
         self.engine: Engine
+        self.owed = False
         self.ended = False
 
     def check(self) -> None:
@@ -141,13 +141,13 @@ class Registry:
         return len(self._live)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._renamed or request_id in self._live
+        return isinstance(request_id, str) and bool(self.find([request_id]))
 
     @property
     def alive(self) -> Sequence[Engine]:
         return self._alive
 
-    def add(self, live: Live, request: Any, now: float) -> Engine:
+    def add(self, live: Live, request: Any) -> Engine:
         """Take a request in, and choose its engine.
 
         Raises
@@ -158,20 +158,20 @@ class Registry:
             The engine it must go to is dead, or all are.
         """
         request_id = live.request_id
-        if request_id in self._live or request_id in self._renamed:
+        other = self._live.get(request_id)
+        if request_id in self._renamed or (other is not None and other.request_id == request_id):
             raise SchemaValueError(f"a request {request_id!r:.80} is live already", path="$.request_id")
         engine = self._choose(request.data_parallel_rank)
         prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
         live.prompt = 0 if prompt is None else _length(prompt)
         if live.prompt >= engine.longest_prompt:
             _check_length(live.prompt, request, engine)
-        if request_id in self._late:
-            self._names += 1
-            live.wire_id = f"{request_id}~{self._names}"
+        if other is not None or request_id in self._late:  # a name that means, or may yet mean, another one to the engine
+            while live.wire_id in self._live or live.wire_id in self._late:
+                self._names += 1
+                live.wire_id = f"{request_id}~{self._names}"
             self._renamed[request_id] = live
         live.engine = engine
-        if not engine.live and not engine.calls:
-            engine.owes_since = now
         engine.live.add(live)
         engine.work += _PLACE + live.prompt
         self._live[live.wire_id] = live
@@ -212,12 +212,24 @@ class Registry:
             del self._renamed[live.request_id]
         engine.live.discard(live)
         engine.work -= _PLACE + live.prompt
+        if live.owed:
+            engine.owed -= 1
         if live.sent and not finished:
-            if len(self._late) >= _LATE_MAX:
-                del self._late[next(iter(self._late))]
             self._late[live.wire_id] = None
             self._late[live.request_id] = None
+            while len(self._late) > _LATE_MAX:
+                del self._late[next(iter(self._late))]
         return True
+
+    def owe(self, what: Live | Call, now: float) -> None:
+        """A request or a call was sent: its engine owes an answer. It owes nothing for what still waits to be sent."""
+        if what.ended or what.owed:
+            return
+        what.owed = True
+        engine = what.engine
+        if not engine.owed:
+            engine.owes_since = now
+        engine.owed += 1
 
     def find(self, request_ids: Iterable[str]) -> list[Live]:
         """The live requests of these ids; others are passed over."""
@@ -299,13 +311,11 @@ class Registry:
             raise self._none_left()
         return list(self._alive)
 
-    def call(self, call: Call, engine: Engine, now: float) -> int:
+    def call(self, call: Call, engine: Engine) -> int:
         """Take a utility call in; its number."""
         call.call_id = self._next_call
         self._next_call += 1
         call.engine = engine
-        if not engine.live and not engine.calls:
-            engine.owes_since = now
         engine.calls.add(call)
         self._calls[call.call_id] = call
         return call.call_id
@@ -315,6 +325,8 @@ class Registry:
         call.ended = True
         if self._calls.pop(call.call_id, None) is not None:
             call.engine.calls.discard(call)
+            if call.owed:
+                call.engine.owed -= 1
 
     # --- death ------------------------------------------------------------------------------------------------------
 
@@ -334,11 +346,11 @@ class Registry:
 
     def silent(self, now: float, timeout: float) -> list[Engine]:
         """Engines that owe something and have said nothing for `timeout` seconds."""
-        return [engine for engine in self._alive if engine.owes and now - max(engine.heard, engine.owes_since) >= timeout]
+        return [engine for engine in self._alive if engine.owed and now - max(engine.heard, engine.owes_since) >= timeout]
 
     def silent_at(self, timeout: float) -> float | None:
         """When the first engine will be, as things stand."""
-        return min((max(engine.heard, engine.owes_since) + timeout for engine in self._alive if engine.owes), default=None)
+        return min((max(engine.heard, engine.owes_since) + timeout for engine in self._alive if engine.owed), default=None)
 
     def end_all(self, error: type[Exception], message: str) -> dict[Engine, list[str]]:
         """End everything with an error, for a client that closes. Returns what to abort on which engines."""

@@ -13,17 +13,18 @@ __all__ = ["Job", "Worker"]
 
 
 class Job:
-    """A call that waits for the thread, or is at work there. All but `_run` belongs to the event loop."""
+    """A call that waits for the thread, or is at work there. All but `_run` belongs to the event loop that made it."""
 
-    __slots__ = ("_args", "_begun", "_function", "_future", "_lock", "_loop", "_over")
+    __slots__ = ("_args", "_begun", "_function", "_future", "_lock", "_loop", "_over", "request_id")
 
     def __init__(self, worker: Worker, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._function: Callable[..., Any] | None = function
         self._args = args
-        self._loop = worker._loop
+        self._loop = asyncio.get_running_loop()
         self._lock = worker._lock
         self._begun = False
         self._over = False
+        self.request_id = ""  # whose it is
         self._future: asyncio.Future[Any] | None = self._loop.create_future()
 
     async def result(self, when_cancelled: Callable[[], object]) -> Any:
@@ -61,6 +62,11 @@ class Job:
             self._args = ()
             return True
 
+    def refuse(self, error: Exception) -> None:
+        """Fail a job that waits; one that has begun goes on."""
+        if self._cancel():
+            self._end(None, error)
+
     def _run(self) -> None:
         with self._lock:
             function, args = self._function, self._args
@@ -93,13 +99,12 @@ class Worker:
     """The thread. `ThreadPoolExecutor` does the same and costs 30 us more for each job."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Have the thread call a function when all that was submitted before is done."""
+        """Have the thread call a function when all that was submitted before is done. From any event loop."""
         job = Job(self, function, args)
         self._jobs.put(job)
         return job
