@@ -182,7 +182,8 @@ def test_an_engine_core_in_a_process_of_its_own_has_it(method, tmp_path):
             assert "vllm.v1.engine.core" not in sys.modules or {method == "spawn"}
             process = multiprocessing.get_context("{method}").Process(target=engine_core, name="EngineCore")
             process.start()
-            process.join(200)
+            process.join(250)
+            assert process.exitcode == 0, process.exitcode
             sys.stdout.flush()
             answer(process=os.getpid())
         """),
@@ -203,7 +204,7 @@ def test_an_engine_core_in_a_process_of_its_own_has_it(method, tmp_path):
     from fastmm.integrations.vllm.counters import read_directory
 
     kept = read_directory(tmp_path / "counters")
-    assert set(kept) == {child["process"], parent["process"]}
+    assert set(kept) >= {child["process"], parent["process"]}  # and whatever else was forked on the way
     assert kept[child["process"]]["process"] == "EngineCore"
     assert kept[child["process"]]["decoders"] == 2
     assert kept[parent["process"]]["decoders"] == 0
