@@ -151,11 +151,25 @@ def test_a_list_and_a_map_are_never_broadcast():
         split_extensions({"multimodal_scale": [1, 2, 3]}, 2, True, schema=Broadcasting)
 
 
+@pytest.mark.parametrize("names", ["multimodal_scale", 5, None, {3}, {"multimodal_scale": True}])
+def test_what_cannot_be_a_set_of_names_is_said_when_the_schema_is_looked_at(names):
+    @dataclasses.dataclass
+    class Broken:
+        __broadcast__: ClassVar[Any] = names
+        multimodal_scale: float = 1.0
+
+    with pytest.raises(SchemaError, match="set of field names"):
+        check_schema(Broken)
+    with pytest.raises(SchemaError, match="set of field names"):
+        split_extensions({"multimodal_scale": 1.0}, 2, True, schema=Broken)
+
+
 def test_the_size_of_a_batch_is_capped_and_the_cap_can_be_set():
     assert len(split_extensions({}, 4096, True)) == 4096
     with pytest.raises(ExtensionError, match=r"4097 .* 4096"):
         split_extensions({}, 4097, True)
     assert len(split_extensions({}, 5000, True, max_batch=5000)) == 5000
+    assert len(split_extensions({}, 5000, True, max_batch=None)) == 5000
     with pytest.raises(ExtensionError, match=r"3 .* 2"):
         split_extensions({"multimodal_a": 1}, 3, True, max_batch=2)
 
@@ -386,6 +400,15 @@ def test_a_deep_or_a_round_value_is_an_error_and_not_the_end(make):
     for value in (deep(200_000), own):
         with pytest.raises(ExtensionError, match="invalid processor extensions"):
             decode_extensions(make(), {"multimodal_level": value})
+
+
+@SCHEMAS
+def test_a_number_of_thousands_of_digits_is_an_error_and_not_a_failure(make):
+    values = {"multimodal_level": 1, "multimodal_boxes": [{"x": 1, "y": "1"}]}
+    for number in (10**6000, -(10**6000)):
+        for changed in ({"multimodal_level": number, "multimodal_boxes": 3}, {**values, "multimodal_pair": [number, "x"]}):
+            with pytest.raises(ExtensionError, match="invalid processor extensions"):
+                decode_extensions(make(), changed)
 
 
 def test_a_deep_value_of_any_type_is_an_error_and_not_the_end():

@@ -127,6 +127,40 @@ def test_a_decoded_object_stays_the_very_same():
     assert work.images[0].data is None
 
 
+NO_MEDIA = [{}, {"url": "http://a"}, 5, True, 1.5, [], [[]], [1, 2], ["http://a"], (1, 2), {1}, 1j]
+
+
+@pytest.mark.parametrize("source", NO_MEDIA)
+@pytest.mark.parametrize("where", ["images", "videos", "audios"])
+def test_what_json_holds_beside_text_is_no_media(where, source):
+    with pytest.raises(
+        ProcessorError, match=rf"^{where}\[0\]: expected a URL, a path, base64, bytes or a decoded {where[:-1]}, got a "
+    ):
+        resolve_media(Work(request_id="r", **{where: [source]}))
+
+
+def test_frames_and_sounds_in_memory_are_taken():
+    frame, sound = np.zeros((4, 6, 3), np.uint8), np.zeros(16, np.float32)
+    work = resolve_media(Work(request_id="r", videos=[[frame, frame], np.zeros((2, 4, 6, 3))], audios=[sound, (sound, 16_000)]))
+    assert [one.data for one in work.media] == [None] * 4
+
+
+def test_a_list_in_lists_is_an_error_and_not_the_end():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for where in ("images", "videos", "audios"):
+        with pytest.raises(ProcessorError, match="expected a URL"):
+            resolve_media(Work(request_id="r", **{where: [deep]}))
+
+
+def test_a_buffer_that_was_released_is_an_error():
+    view = memoryview(b"abc")
+    view.release()
+    with pytest.raises(ProcessorError, match="released"):
+        resolved(view)
+
+
 @pytest.mark.parametrize("source", [b"", bytearray(), memoryview(b"abcdef")[::2]])
 def test_empty_and_scattered_bytes_are_errors(source):
     with pytest.raises(ProcessorError, match=r"images\[0\]"):

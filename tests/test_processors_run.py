@@ -139,6 +139,37 @@ def test_a_long_message_of_a_processor_is_cut():
     assert len(str(caught.value)) < 1000
 
 
+class Evil(Exception):
+    def __str__(self) -> str:
+        raise Evil
+
+
+@pytest.mark.parametrize("error", [Evil(), ValueError("half \ud800 a pair"), RecursionError(), KeyError(object())])
+def test_whatever_a_processor_raises_becomes_an_error_that_can_be_read_and_logged(error):
+    with pytest.raises(ProcessorError, match="Recording failed: ") as caught:
+        process_work(Recording(error), Work(request_id="r"))
+    str(caught.value).encode()
+
+
+def test_a_failure_of_a_schemas_own_code_is_the_processors():
+    @dataclasses.dataclass
+    class Failing:
+        multimodal_level: int = 0
+
+        def __post_init__(self) -> None:
+            raise KeyError("mine")
+
+    processor = Recording()
+    processor.schema = Failing
+    with pytest.raises(ProcessorError, match="the schema of Recording failed: KeyError"):
+        process_work(processor, Work(request_id="r"))
+
+
+def test_what_has_no_schema_is_no_processor():
+    with pytest.raises(ProcessorError, match="NoSchema, which has no schema"):
+        process_work(NoSchema(), Work(request_id="r"))
+
+
 def test_a_processors_own_errors_of_fastmm_pass_unchanged():
     error = ProcessorError("mine", path="images[0]")
     with pytest.raises(ProcessorError) as caught:

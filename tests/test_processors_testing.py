@@ -412,7 +412,7 @@ def test_it_catches_raw_words_that_are_not_marked():
         def finish(self, values: np.ndarray) -> Any:
             return (values.view(np.uint32) >> 16).astype(np.uint16)
 
-    assert "marked as such" in caught(Unmarked(), "bfloat16")
+    assert 'WireTensor("bfloat16"' in caught(Unmarked(), "contract")
 
 
 def test_it_catches_numbers_taken_for_bits():

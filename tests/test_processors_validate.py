@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastmm.codec import decode_request, encode_request
-from fastmm.errors import FastmmError, LimitError, ProcessorError
+from fastmm.errors import FastmmError, LimitError, ProcessorError, SchemaError
 from fastmm.processors import Budgets, Field, Processed, ProcessedItem, Work, to_request, validate_processed
 from fastmm.schema import PlaceholderRange, WireTensor
 
@@ -143,10 +143,62 @@ def test_a_hash_is_a_string(bad):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "int64", "float16", "float64", "uint8", "bool", "int32", "<f4", ">f4", "uint16", "complex64"]
+    "dtype", ["float32", "int64", "float16", "float64", "uint8", "bool", "int32", "<f4", ">f4", "complex64"]
 )
 def test_types_that_the_wire_knows_pass(dtype):
     check(first(features={"x": np.zeros((2, 3), dtype)}))
+
+
+def test_raw_words_that_do_not_say_what_they_are_are_refused():
+    words = np.zeros(6, np.uint16)
+    refused(first(features={"x": words}), "items[0].features['x']", 'WireTensor("bfloat16"')
+    refused(first(model_data={"n": [words]}), "items[0].model_data['n'][0]", 'WireTensor("bfloat16"')
+    check(first(features={"x": WireTensor("uint16", (6,), words)}))  # numbers, and it says so
+    torch = pytest.importorskip("torch")
+    refused(first(features={"x": torch.from_numpy(words)}), "items[0].features['x']")
+
+
+def test_items_that_the_engine_concatenates_must_fit():
+    fields = {"x": Field("flat")}
+
+    def pair(one: Any, other: Any, how: Any = fields) -> Processed:
+        return result([item(features={"x": one}, fields=how), item(at=4, features={"x": other}, fields=how), good()[2]])
+
+    check(pair(np.zeros((2, 3)), np.zeros((5, 3))))
+    check(pair(np.zeros((2, 3), "<f4"), WireTensor("float32", (1, 3), bytes(12))))
+    for other in (np.zeros((2, 4)), np.zeros((2, 3, 1)), np.zeros((2, 3), np.float32)):
+        refused(pair(np.zeros((2, 3)), other), "items[1].features['x']", "items[0]")
+    last = {"x": Field("flat", dim=-1)}
+    check(pair(np.zeros((2, 3)), np.zeros((2, 9)), last))
+    refused(pair(np.zeros((2, 3)), np.zeros(3), last), "items[1].features['x']")
+    shared = {"x": Field("shared")}
+    check(pair(np.zeros(3), np.zeros(3), shared))
+    refused(pair(np.zeros(3), np.ones(3), shared), "items[1].features['x']", "shared")
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfffb"])
+def test_names_that_no_wire_carries_are_refused(name):
+    refused(first(hash=name), "items[0].hash")
+    refused(first(modality=name), "items[0].modality")
+    refused(first(features={name: F32}), "items[0].features")
+    refused(first(model_data={name: 1}), "items[0].model_data")
+    with pytest.raises(SchemaError):
+        Work(request_id=name)
+
+
+def test_numbers_wider_than_the_wire_are_refused():
+    refused(first(model_data={"n": np.longdouble(1)}), "items[0].model_data['n']")
+    refused(first(features={"x": np.zeros(2, np.longdouble)}), "items[0].features['x']")
+
+
+def test_ids_in_a_tensor_without_numbers_are_refused():
+    torch = pytest.importorskip("torch")
+    for bad in (
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.zeros(3, dtype=torch.int64, device="meta"),
+        torch.zeros(3).to_sparse(),
+    ):
+        refused(result(ids=bad), "prompt_token_ids")
 
 
 def test_raw_words_marked_as_bfloat16_pass():

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import ProcessorError, SchemaError
 from ..schema import PlaceholderRange
+from .words import is_text
 
 __all__ = [
     "Budgets",
@@ -115,8 +116,8 @@ class Work:
     hashes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.request_id, str) or not self.request_id:
-            raise SchemaError("expected a str that is not empty", path="Work.request_id")
+        if not is_text(self.request_id):
+            raise SchemaError("expected a str that is not empty, and UTF-8", path="Work.request_id")
         if self.text is not None and not isinstance(self.text, str):
             raise SchemaError(f"expected a str or None, got {type(self.text).__name__}", path="Work.text")
         for kind, where in ((MediaKind.IMAGE, "images"), (MediaKind.VIDEO, "videos"), (MediaKind.AUDIO, "audios")):

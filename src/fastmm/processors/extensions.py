@@ -40,7 +40,7 @@ def _is_name(name: Any) -> bool:
 
 
 def split_extensions(
-    body: Mapping[str, Any], n: int, is_batch: bool, *, schema: type | None = None, max_batch: int = MAX_BATCH
+    body: Mapping[str, Any], n: int, is_batch: bool, *, schema: type | None = None, max_batch: int | None = MAX_BATCH
 ) -> list[dict[str, Any]]:
     """Take the extensions out of a request body, and give each request of a batch its own.
 
@@ -57,7 +57,7 @@ def split_extensions(
         The processor's. Where its ``__broadcast__`` is a set of field names, or True for all, a single string, number or
         bool given for a batch goes to every request.
     max_batch
-        The largest batch that is taken.
+        The largest batch that is taken; None: any.
 
     Returns
     -------
@@ -71,16 +71,16 @@ def split_extensions(
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 0 or (not is_batch and n != 1):
         raise SchemaValueError(f"expected {'0 or more requests' if is_batch else '1 request'}, got {n!r}", path="n")
-    if n > max_batch:
+    if max_batch is not None and n > max_batch:
         raise ExtensionError(f"batch size {n} is more than {max_batch}")
     found = _extensions(body)
     if not is_batch:
         return [dict(found)]
     requests: list[dict[str, Any]] = [{} for _ in range(n)]
-    broadcast = getattr(schema, "__broadcast__", ())
+    broadcast = _broadcast(schema)
     for name, value in found:
         if not isinstance(value, (list, tuple)):
-            if isinstance(value, _SCALARS) and (broadcast is True or (broadcast and name in broadcast)):
+            if isinstance(value, _SCALARS) and (broadcast is True or name in broadcast):
                 for request in requests:
                     request[name] = value
                 continue
@@ -142,6 +142,16 @@ def _kind(schema: Any) -> str:
     raise SchemaError(f"expected a dataclass, a msgspec struct, a pydantic model or None, got {shown}", path="schema")
 
 
+def _broadcast(schema: Any) -> Any:
+    """The names of which a single value is for a whole batch; True for all of them."""
+    names = getattr(schema, "__broadcast__", ())
+    if names is True or names is False:
+        return names or ()
+    if isinstance(names, (set, frozenset, list, tuple)) and all(isinstance(name, str) for name in names):
+        return names
+    raise SchemaError(f"expected a set of field names or a bool, got {type(names).__name__}", path="schema.__broadcast__")
+
+
 def _msgspec() -> Any:
     try:
         import msgspec
@@ -160,8 +170,11 @@ def check_schema(schema: type | None) -> None:
     CompatError
         A dataclass needs msgspec, which is not installed.
     """
-    if schema is not None and _kind(schema) == "dataclass":
+    if schema is None:
+        return
+    if _kind(schema) == "dataclass":
         _msgspec()
+    _broadcast(schema)
 
 
 def decode_extensions(schema: type | None, extensions: Mapping[str, Any] | None, *, processor: str = "this processor") -> Any:
@@ -206,6 +219,10 @@ def decode_extensions(schema: type | None, extensions: Mapping[str, Any] | None,
         return _decode_pydantic(schema, values) if kind == "pydantic" else _decode_msgspec(schema, values)
     except RecursionError:
         raise _invalid("nested too deep", None) from None
+    except ExtensionError:
+        raise
+    except (ValueError, OverflowError):  # of the decoder itself, for a number of thousands of digits
+        raise _invalid("a number that is too long", None) from None
 
 
 def _invalid(message: str, field: str | None) -> ExtensionError:

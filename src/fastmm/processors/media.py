@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import CompatError, LimitError, ProcessorError
 from .contract import Budgets, Media, MediaKind, Work, changed
+from .words import kind_of
 
 __all__ = ["measure_pixels", "open_image", "resolve_media"]
 
@@ -49,8 +50,12 @@ def _view(value: Any, path: str) -> memoryview:
     """The bytes at their own address, read-only."""
     if not _is_buffer(value):
         raise ProcessorError(f"expected bytes, got {type(value).__name__}", path=path)
-    view = memoryview(value)
-    if not view.c_contiguous:
+    try:
+        view = memoryview(value)
+        contiguous = view.c_contiguous
+    except (ValueError, BufferError):
+        raise ProcessorError("expected bytes, got a buffer that was released", path=path) from None
+    if not contiguous:
         raise ProcessorError("expected contiguous bytes", path=path)
     if not view.nbytes:
         raise ProcessorError("expected bytes, got none", path=path)
@@ -64,6 +69,20 @@ def is_fetched(source: Any) -> bool:
     if _FETCHED.match(source):
         return True
     return source.startswith("/") and _SLASHED.match(source) is None
+
+
+_PLAIN = (dict, list, tuple, set, frozenset, int, float, complex)
+
+
+def _is_decoded(media: Media) -> bool:
+    """Whether a source is an image, a sound or a film in memory, and not whatever else a client's JSON may hold."""
+    source = media.source
+    if isinstance(source, (list, tuple)):
+        if media.kind is MediaKind.VIDEO:  # frames
+            return bool(source) and not any(isinstance(frame, (str, bytes, type(None), *_PLAIN)) for frame in source)
+        is_pair = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], (int, float))
+        return media.kind is MediaKind.AUDIO and is_pair and hasattr(source[0], "shape")
+    return not isinstance(source, _PLAIN)
 
 
 class _Bytes:
@@ -177,9 +196,13 @@ def resolve_media(work: Work, budgets: Budgets | None = None, *, measure: Callab
         elif _is_buffer(source):
             data = _view(source, path)
             budget.spend(data.nbytes, path)
-        else:
+        elif _is_decoded(media):
             found[where].append(media)
             continue
+        else:
+            raise ProcessorError(
+                f"expected a URL, a path, base64, bytes or a decoded {media.kind.value}, got {kind_of(source)}", path=path
+            )
         found[where].append(changed(media, data=data))
     left = sum(1 for _ in fetched)
     if left:
@@ -317,8 +340,8 @@ def measure_pixels(media: Media) -> int | None:
 def _decoded_pixels(source: Any) -> int | None:
     if isinstance(source, np.ndarray):
         return _shaped_pixels(source.shape)
-    if isinstance(source, (list, tuple)):  # frames
-        counts = [_decoded_pixels(frame) for frame in source]
+    if isinstance(source, (list, tuple)):  # frames, which are no lists themselves
+        counts = [None if isinstance(frame, (list, tuple)) else _decoded_pixels(frame) for frame in source]
         return None if None in counts else sum(count for count in counts if count is not None)
     size = getattr(source, "size", None)
     if isinstance(size, tuple) and len(size) == 2:  # PIL

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ProcessorError
 from .contract import Processor
 from .extensions import check_schema
+from .words import error_text
 
 __all__ = ["GROUP", "available_processors", "load_processor"]
 
@@ -50,7 +51,7 @@ def load_processor(name: str, **options: Any) -> Processor:
         try:
             target = target(**options)
         except Exception as error:
-            raise ProcessorError(f"processor {name!r} cannot be made: {type(error).__name__}: {error}") from error
+            raise ProcessorError(f"processor {name!r} cannot be made: {error_text(error)}") from error
     elif options:
         raise ProcessorError(f"processor {name!r} is made already and takes no options, got {', '.join(options)}")
     if not callable(getattr(target, "process", None)) or not hasattr(target, "schema"):

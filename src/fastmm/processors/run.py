@@ -11,10 +11,9 @@ from .extensions import decode_extensions
 from .hashes import apply_caller_hashes
 from .media import resolve_media
 from .validate import validate_processed
+from .words import error_text
 
 __all__ = ["process_work", "processor_name"]
-
-_MESSAGE_CHARS = 500
 
 
 def processor_name(processor: Any) -> str:
@@ -62,10 +61,18 @@ def process_work(
     """
     budgets = Budgets() if budgets is None else budgets
     name = processor_name(processor)
-    schema = processor.schema
+    try:
+        schema = processor.schema
+    except AttributeError:
+        raise ProcessorError(f"expected a processor, got {name}, which has no schema") from None
     extensions = work.extensions
     if extensions is None or type(extensions) is dict or isinstance(extensions, Mapping):
-        extensions = decode_extensions(schema, extensions, processor=name)
+        try:
+            extensions = decode_extensions(schema, extensions, processor=name)
+        except FastmmError:
+            raise
+        except Exception as error:  # of the schema's own code
+            raise ProcessorError(f"the schema of {name} failed: {error_text(error)}") from error
     elif schema is None or not isinstance(extensions, schema):
         raise ProcessorError(f"expected extensions as a mapping, got {type(extensions).__name__}", path="extensions")
     resolved = resolve(work, budgets)
@@ -74,8 +81,6 @@ def process_work(
     except FastmmError:
         raise
     except Exception as error:
-        message = str(error)
-        shown = message if len(message) <= _MESSAGE_CHARS else f"{message[:_MESSAGE_CHARS]}..."
-        raise ProcessorError(f"{name} failed: {type(error).__name__}: {shown}") from error
+        raise ProcessorError(f"{name} failed: {error_text(error)}") from error
     validate(work, processed, budgets, finite=finite)
     return apply_caller_hashes(work, processed)

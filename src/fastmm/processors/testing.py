@@ -66,8 +66,8 @@ def check_processor(
     The checks: ``contract`` (a result that `validate_processed` passes), ``repeat`` (the same request gives the same result),
     ``hashes`` (an item's hash follows its content and nothing else), ``inputs`` (the request's objects are not written to),
     ``references`` (nor kept), ``ownership`` (a result is the caller's: it may be cast in place, and later calls do not change
-    it), ``threads``, ``bfloat16`` (bits reach the other side as they were, and 16-bit words that are meant as bfloat16 say
-    so), ``schema`` (strict).
+    it), ``threads``, ``bfloat16`` (bits reach the other side as they were, and are no numbers taken for bits), ``schema``
+    (strict).
 
     Parameters
     ----------
@@ -393,9 +393,7 @@ def _bfloat16(bench: _Bench, samples: Sequence[Work]) -> Iterator[str]:
     for i, work in enumerate(samples):
         processed = bench.run(work)
         for path, tensor in _tensors(processed):
-            if isinstance(tensor, np.ndarray) and tensor.dtype == np.uint16:
-                yield f'samples[{i}]: {path} is uint16: bfloat16 is marked as such, by WireTensor("bfloat16", shape, words)'
-            elif str(tensor.dtype).endswith("bfloat16") and _looks_like_numbers(tensor):
+            if str(tensor.dtype).endswith("bfloat16") and _looks_like_numbers(tensor):
                 yield f"samples[{i}]: {path} is bfloat16, and all of it denormal: numbers that were taken for bits"
         frames = Encoder().encode(to_request(processed, "r"))
         features = Decoder(EngineCoreRequest, tensors="wire").decode(frames).mm_features or ()

@@ -15,20 +15,19 @@ import numpy as np
 
 from .._native.placeholder import first_outside
 from .._native.split import Batch
-from ..dtypes import DTYPES
+from ..dtypes import DTYPES, is_numpy_name, numpy_dtype
 from ..errors import FastmmError, LimitError, ProcessorError
-from ..schema import WireTensor
+from ..schema import WireTensor, same_value
 from .contract import Budgets, Field, Layout, Processed, ProcessedItem, Work
 from .extensions import is_present
 from .finite import all_finite
+from .words import is_text, kind_of
 
 __all__ = ["span_of", "validate_processed"]
 
 _IDS_END = 1 << 31  # the engine holds ids as int32
 _INT_END = 1 << 63
 _NESTED_MAX = 64
-# Kinds of numpy types that an engine's model can take; strings are on the wire, and never a feature.
-_NUMPY_KINDS = frozenset("biufc")
 
 
 def validate_processed(work: Work, processed: Processed, budgets: Budgets | None = None, *, finite: bool = False) -> None:
@@ -55,31 +54,26 @@ def validate_processed(work: Work, processed: Processed, budgets: Budgets | None
         More bytes than the budget.
     """
     if not isinstance(processed, Processed):
-        raise ProcessorError(f"expected a Processed, got {_kind(processed)}", path="processed")
+        raise ProcessorError(f"expected a Processed, got {kind_of(processed)}", path="processed")
     nids = _check_ids(processed.prompt_token_ids)
     items = processed.items
     if not isinstance(items, (list, tuple)):
-        raise ProcessorError(f"expected a list of ProcessedItem, got {_kind(items)}", path="items")
+        raise ProcessorError(f"expected a list of ProcessedItem, got {kind_of(items)}", path="items")
     for i, item in enumerate(items):
         if not isinstance(item, ProcessedItem):
-            raise ProcessorError(f"expected a ProcessedItem, got {_kind(item)}", path=f"items[{i}]")
+            raise ProcessorError(f"expected a ProcessedItem, got {kind_of(item)}", path=f"items[{i}]")
     _check_modalities(work, items)
     total = 0
     limit = (Budgets() if budgets is None else budgets).max_output_nbytes
     for i, item in enumerate(items):
         path = f"items[{i}]"
-        if not isinstance(item.hash, str) or not item.hash:
-            raise ProcessorError(f"expected a str that is not empty, got {_kind(item.hash)}", path=f"{path}.hash")
+        if not is_text(item.hash):
+            raise ProcessorError(f"expected a str that is not empty, and UTF-8, got {kind_of(item.hash)}", path=f"{path}.hash")
         total += _check_features(item, path, finite)
         if limit is not None and total > limit:
             raise LimitError(f"expected at most {limit} bytes of output (max_output_nbytes), got {total}", path=path)
+    _check_joins(items)
     _check_places(items, nids)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    return "an empty str" if isinstance(value, str) and not value else f"a {type(value).__name__}"
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------
@@ -94,14 +88,17 @@ def _check_ids(ids: Any) -> int:
         while i >= 0:
             one = found[i]
             if not isinstance(one, (int, np.integer)) or isinstance(one, bool):
-                raise ProcessorError(f"expected an int, got {_kind(one)}", path=f"{path}[{i}]")
+                raise ProcessorError(f"expected an int, got {kind_of(one)}", path=f"{path}[{i}]")
             if not 0 <= int(one) < _IDS_END:
                 raise ProcessorError("expected ids from 0 to 2^31 - 1, got one beyond", path=f"{path}[{i}]")
             i = first_outside(found, _IDS_END, i + 1)  # it was an int of numpy, or of a class of ints
     else:
-        array = ids.detach().cpu().numpy() if hasattr(ids, "detach") else ids
+        try:
+            array = ids.detach().cpu().numpy() if hasattr(ids, "detach") else ids
+        except Exception:  # a tensor of a kind that has no numbers for us
+            array = None
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ProcessorError(f"expected a list of ints or a 1-D tensor of them, got {_kind(ids)}", path=path)
+            raise ProcessorError(f"expected a list of ints or a 1-D tensor of them, got {kind_of(ids)}", path=path)
         outside = (array < 0) | (array >= _IDS_END) if array.dtype.itemsize >= 4 or array.dtype.kind == "i" else None
         if outside is not None and outside.any():
             i = int(outside.argmax())
@@ -116,8 +113,8 @@ def _check_modalities(work: Work, items: Sequence[ProcessedItem]) -> None:
     wanted = [media.kind.value for media in work.media]
     for i, item in enumerate(items):
         path = f"items[{i}].modality"
-        if not isinstance(item.modality, str) or not item.modality:
-            raise ProcessorError(f"expected a name, got {_kind(item.modality)}", path=path)
+        if not is_text(item.modality):
+            raise ProcessorError(f"expected a name in UTF-8, got {kind_of(item.modality)}", path=path)
         if i < len(wanted) and item.modality != wanted[i]:
             raise ProcessorError(f"expected {wanted[i]!r}, as the request's media are, got {item.modality[:40]!r}", path=path)
     if len(items) < len(wanted):
@@ -145,10 +142,10 @@ def _check_features(item: ProcessedItem, path: str, finite: bool) -> int:
     for name in ("features", "fields", "model_data"):
         given = getattr(item, name)
         if type(given) is not dict and not isinstance(given, Mapping):
-            raise ProcessorError(f"expected a mapping of keys, got {_kind(given)}", path=f"{path}.{name}")
+            raise ProcessorError(f"expected a mapping of keys, got {kind_of(given)}", path=f"{path}.{name}")
         for key in given:
-            if not isinstance(key, str) or not key:
-                raise ProcessorError(f"expected str keys, got {_kind(key)}", path=f"{path}.{name}")
+            if not is_text(key):
+                raise ProcessorError(f"expected names in UTF-8 as keys, got {kind_of(key)}", path=f"{path}.{name}")
     if not item.features and not item.model_data:
         raise ProcessorError("expected at least one feature, got none", path=f"{path}.features")
     total = 0
@@ -167,17 +164,50 @@ def _check_features(item: ProcessedItem, path: str, finite: bool) -> int:
 
 def _check_field(item: ProcessedItem, key: str, field: Any, path: str) -> None:
     if not isinstance(field, Field):
-        raise ProcessorError(f"expected a Field, got {_kind(field)}", path=path)
+        raise ProcessorError(f"expected a Field, got {kind_of(field)}", path=path)
     if key not in item.features:
         raise ProcessorError(f"expected keys of the features ({', '.join(map(repr, item.features))})", path=path)
     if field.layout is Layout.FLAT:
         value = item.features[key]
         shape = getattr(value, "shape", None)
         if shape is None:
-            raise ProcessorError(f"expected a tensor to be flat, got {_kind(value)}", path=path)
+            raise ProcessorError(f"expected a tensor to be flat, got {kind_of(value)}", path=path)
         dim = _whole(field.dim)
         if dim is None or not -len(shape) <= dim < len(shape):
             raise ProcessorError(f"expected a dim of a tensor with {len(shape)} dimensions", path=path)
+
+
+def _check_joins(items: Sequence[ProcessedItem]) -> None:
+    """What the engine concatenates must fit, and what it takes once must be the same."""
+    firsts: dict[tuple[str, str], tuple[int, Field, Any]] = {}
+    for i, item in enumerate(items):
+        for key, field in item.fields.items():
+            if field.layout is Layout.BATCHED:
+                continue
+            value = item.features[key]
+            before = firsts.setdefault((item.modality, key), (i, field, value))
+            if before[0] == i or before[1] != field:
+                continue
+            path, other = f"items[{i}].features[{key!r}]", f"items[{before[0]}]"
+            if field.layout is Layout.SHARED:
+                if value is not before[2] and not same_value(value, before[2]):
+                    raise ProcessorError(f"expected what is shared to be the same as in {other}", path=path)
+            elif _besides(value, field.dim) != _besides(before[2], field.dim):
+                raise ProcessorError(
+                    f"expected a flat key to have the dtype and the other extents of {other}, got {_besides(value, field.dim)}"
+                    f" and {_besides(before[2], field.dim)}",
+                    path=path,
+                )
+
+
+def _besides(value: Any, dim: int) -> tuple[str, list[int], int]:
+    """What must be equal for a concatenation along an axis: the type, the other extents, the axis."""
+    shape = [int(extent) for extent in value.shape]
+    axis = dim % len(shape)
+    name = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if is_numpy_name(name):
+        name = numpy_dtype(name).name
+    return name, shape[:axis] + shape[axis + 1 :], axis
 
 
 def _whole(value: Any) -> int | None:
@@ -220,9 +250,9 @@ def _one(value: Any, path: str, finite: bool, numbers: bool, steps: Sequence[int
     """The bytes of a tensor, or 8 of a number where there may be one."""
     if isinstance(value, (bool, int, float, np.generic)):
         if not numbers and not steps:
-            raise ProcessorError(f"expected a tensor, got {_kind(value)}: numbers are model_data", path=_at(path, steps))
-        if isinstance(value, np.generic) and value.dtype.kind not in "biuf":
-            raise ProcessorError(f"expected an int, a float or a bool, got {_kind(value)}", path=_at(path, steps))
+            raise ProcessorError(f"expected a tensor, got {kind_of(value)}: numbers are model_data", path=_at(path, steps))
+        if isinstance(value, np.generic) and (value.dtype.kind not in "biuf" or value.dtype.name not in DTYPES):
+            raise ProcessorError(f"expected an int, a float or a bool, got {kind_of(value)}", path=_at(path, steps))
         if isinstance(value, (int, np.integer)) and not -_INT_END <= int(value) < _INT_END:
             raise ProcessorError("expected an int of 64 bits, got one beyond", path=_at(path, steps))
         if finite and isinstance(value, (float, np.floating)) and not np.isfinite(value):
@@ -245,16 +275,22 @@ def _tensor_nbytes(value: Any) -> int:
     that the product of its shape, without overflow, is the number of its elements.
     """
     if isinstance(value, np.ndarray):
-        if value.dtype.kind not in _NUMPY_KINDS and value.dtype.name not in DTYPES:
-            raise ProcessorError(f"expected numbers, got dtype {value.dtype}")
+        if value.dtype.name not in DTYPES:
+            raise ProcessorError(f"expected numbers of a type that the wire knows, got dtype {value.dtype}")
+        raw = value.dtype.name
     elif isinstance(value, WireTensor):
         value = WireTensor(value.dtype, value.shape, value.data)
+        raw = None  # it says itself what it is
     else:
+        raw = str(getattr(value, "dtype", "")).removeprefix("torch.")
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor):
-            name = str(value.dtype).removeprefix("torch.")
-            if name not in DTYPES:
-                raise ProcessorError(f"expected a dtype that the wire knows, got {name}")
+        if torch is not None and isinstance(value, torch.Tensor) and raw not in DTYPES:
+            raise ProcessorError(f"expected a dtype that the wire knows, got {raw}")
+    if raw == "uint16":
+        raise ProcessorError(
+            'expected 16-bit words that say what they are, got uint16: WireTensor("bfloat16", shape, words), or'
+            ' WireTensor("uint16", shape, words) where they are numbers'
+        )
     return Batch(value).nbytes
 
 
