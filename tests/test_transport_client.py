@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.clients import LIMIT, driven, seen, text, tokens
+from support.forks import in_child
 from support.raw_engine import READY, raw_engine
 from support.requests import request as mm_request
 
@@ -559,19 +560,30 @@ def test_a_client_that_is_dropped_unclosed_leaves_nothing_behind():
 
 def test_a_forked_child_is_told_that_the_client_is_not_its_own():
     with driven() as (client, _):
-        client._lock.acquire()  # as another thread may at that moment
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                for act in (lambda: client.generate(text("count-1")), client.bind):
-                    try:
-                        act()
-                    except TransportError as error:
-                        code = 0 if "process" in str(error) else 2
-                client.close()
-            finally:
-                os._exit(code)
-        client._lock.release()
-        assert os.waitpid(pid, 0)[1] == 0
+        outputs = client.generate(text("hang-1"))
+        acts = {
+            "generate": lambda: client.generate(text("count-1")),
+            "bind": client.bind,
+            "start": client.start,
+            "abort": lambda: client.abort("hang-1"),
+            "call": lambda: client.call_utility("pid"),
+            "next": lambda: next(outputs),
+            "next(timeout)": lambda: outputs.next(timeout=0.1),
+        }
+        for name, act in acts.items():
+            with client._lock:  # as another thread may at that moment
+                told = in_child(act)
+            assert "TransportError: the client belongs to the process" in told, name
+        for act in (client.close, outputs.close):
+            with client._lock:
+                assert in_child(act) == "None"
+        assert next(outputs).new_token_ids == [7]
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
+
+
+def test_a_client_that_a_forked_child_drops_is_the_parents_still():
+    with driven() as (client, _):
+        directory = os.path.dirname(client.input_address.removeprefix("ipc://"))
+        assert in_child(client._finalizer) == "None"
+        assert os.path.exists(directory)
         assert tokens(client.generate(text("count-1"))) == [0, 1, 2]

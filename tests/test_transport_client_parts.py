@@ -298,7 +298,9 @@ def test_who_waits_in_vain_gives_the_turn_away():
         post.turns.wait(mine, 0.01)
     with pytest.raises(Empty):
         post.turns.wait(mine, 0)
-    assert post.turns.take()
+    other = threading.Thread(target=post.turns.take)
+    other.start()
+    other.join()
     with pytest.raises(Empty):  # nobody receives, and the turn is held: the wait still ends
         post.turns.wait(mine, 0.01)
     post.turns.leave()

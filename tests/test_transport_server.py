@@ -15,6 +15,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.bare_client import PATIENCE_MS, BareClient, client_and_engine
+from support.forks import in_child
 
 import fastmm
 from fastmm.errors import DecodeError, EncodeError, Overloaded, PeerClosed, TransportError, TransportTimeout
@@ -375,3 +376,22 @@ def test_what_cannot_be_sent_or_connected_is_an_error_that_says_so(tmp_path: Pat
     answering.join()
     client.close()
     assert issubclass(DecodeError, ValueError)
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own(tmp_path: Path) -> None:
+    def leave() -> None:
+        with engine:
+            raise ValueError("in the child only")
+
+    with client_and_engine(tmp_path) as (client, engine):
+        with engine._send_lock:  # as another thread may at that moment
+            for act in (lambda: engine.get(1), engine.poll, lambda: engine.fail_request("a", "b"), engine.connect):
+                told = in_child(act)
+                assert told.startswith("TransportError")
+                assert "process" in told
+            assert in_child(engine.close) == in_child(engine.send_dead) == "None"
+            assert in_child(leave).startswith("ValueError")
+        client.send([ABORT, abort_message(["a"])])
+        assert engine.get(PATIENCE_S) == Abort(["a"], 0)
+        engine.fail_request("a", "b")
+        assert client.hear().outputs[0].request_id == "a"

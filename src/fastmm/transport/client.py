@@ -23,7 +23,7 @@ from ..errors import TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .connection import receive_frames
 from .control import UTILITY
-from .core import ClientCore, copied, left, utility_frames
+from .core import FORKED, ClientCore, copied, left, utility_frames
 from .lifetime import nbytes_of
 from .registry import Call, Ended, Live, request_id_of
 from .turns import Turns
@@ -66,6 +66,13 @@ class _Call(Call):
 
     def fail(self, error: BaseException) -> None:
         self.queue.put(error)
+
+
+class _ParentsTurns(Turns):
+    """In a forked child, where nobody may receive."""
+
+    def wait(self, queue: SimpleQueue[Any], timeout: float | None) -> Any:
+        raise TransportError(FORKED)
 
 
 class Outputs(Iterator[EngineCoreOutput]):
@@ -146,11 +153,14 @@ class EngineClient(ClientCore):
         self._life = threading.RLock()  # around start and close
         self._starting = False
         self._thread: threading.Thread | None = None
-        self._turns = Turns(self._lock, self._receive)
+        self._turns: Turns = Turns(self._lock, self._receive)
         self._patience_ms = -1  # the output socket's rcvtimeo
         self._nudge: zmq.Socket[bytes] | None = None  # to the output socket, to wake who receives; the thread's own
         self._abandoned: deque[_Live] = deque()
         self._wake_fd = -1
+
+    def _disown(self) -> None:
+        self._turns = _ParentsTurns(self._lock, self._receive)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -164,7 +174,7 @@ class EngineClient(ClientCore):
         """
         with self._life:
             self._check_owner()
-            if self._thread is not None:
+            if self._thread is not None or self._starting:
                 raise TransportError("the client was started before")
             self._starting = True
             try:
@@ -189,6 +199,10 @@ class EngineClient(ClientCore):
         if self._owner != os.getpid():
             return  # a forked child: the sockets are the parent's
         self._closing.set()
+        if self._turns.mine:
+            # Called by on_outputs, or a signal's handler, in the middle of receiving: it ends when this thread is out of it.
+            threading.Thread(target=self.close, name="fastmm-engine-client-close", daemon=True).start()
+            return
         with self._life:
             if self._starting:
                 return  # called from the progress callback: start() sees it and ends
@@ -368,9 +382,21 @@ class EngineClient(ClientCore):
                     return
 
     def _take_one(self, frames: Sequence[Any]) -> None:
-        if len(frames) > 1 or len(frames[0]):  # an empty one is a nudge
+        if len(frames) == 1 and not len(frames[0]):
+            return  # a nudge
+        on_outputs = self._on_outputs
+        if on_outputs is None:
             with self._lock:
                 self._take(frames, time.monotonic())
+            return
+        with self._lock:
+            message = self._read(frames)
+        if message is not None:
+            try:
+                self._report(on_outputs, message)  # without the lock: it may call the client
+            finally:
+                with self._lock:
+                    self._hand_out(message, time.monotonic())
 
     def _attend(self) -> None:
         """Take what lies in the socket, and then look who is dead. Only with the turn."""

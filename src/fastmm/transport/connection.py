@@ -212,15 +212,17 @@ class Connection:
             # Disconnections are asked for first and acted on last: what a peer said before it went still counts.
             gone, gone_input = disconnected(self.handshake_monitor), disconnected(self.input_monitor)
             for frames in waiting(self.input):
+                ignored = handshake.ignored
                 handshake.on_input(frames)
                 rank = engine_rank(frames[0].bytes)
-                if rank in handshake.state and len(frames) == 2:
+                if rank is not None and handshake.ignored == ignored:  # else it is a stray's, whose end means nothing
                     watch.on_ready(rank, frames[1])
             for frames in waiting(self.handshake):
+                ignored = handshake.ignored
                 answer = handshake.on_handshake(frames)
                 rank = engine_rank(frames[0].bytes)
                 fd = descriptor(frames[-1])
-                if fd is not None and rank in handshake.state:
+                if fd is not None and rank is not None and handshake.ignored == ignored:
                     loading[fd] = rank
                 if answer is not None:
                     with contextlib.suppress(zmq.ZMQError):  # it said HELLO and went

@@ -35,6 +35,7 @@ _log = logging.getLogger("fastmm.transport")
 
 # Which of its engines' clients this is: they are told of no other.
 _CLIENT_INDEX = 0
+FORKED = "the client belongs to the process that made it: a forked child needs one of its own"
 # How long after a connection broke the engine counts as dead: what it had sent before is read first.
 _GRACE_S = 0.05
 _CASTS = {"bfloat16", "float16", "float32"}
@@ -80,7 +81,8 @@ class ClientCore:
         dead. None: every 10 s, lost after 60 s, on TCP; False: none.
     on_outputs
         Called as ``on_outputs(message)`` with every `EngineCoreOutputs` before its outputs are handed out: for statistics and
-        what else concerns no single request. Called where messages are received, so be short.
+        what else concerns no single request. Called where messages are received, so be short. It may call the client, but
+        wait for no answer.
     silence_timeout
         An engine that owes an answer and says nothing at all for so many seconds counts as dead. None: it may take its time.
     parallel_config, coordinator
@@ -163,6 +165,9 @@ class ClientCore:
     def _make_face(self) -> None:
         """What a face has beside this."""
 
+    def _disown(self) -> None:
+        """In a forked child, after `_make_face`: let nobody touch what is the parent's."""
+
     # --- what a user may ask ----------------------------------------------------------------------------------------
 
     @property
@@ -210,7 +215,9 @@ class ClientCore:
                 self._connection = Connection(self._context, self._addressing, heartbeat=self._heartbeat, linger=self._linger)
                 # For a client that nobody closes: left to the garbage collector, its context would end before its sockets,
                 # and wait for them for ever.
-                self._finalizer = weakref.finalize(self, _release, self._connection, self._context, self._addressing)
+                self._finalizer = weakref.finalize(
+                    self, _release, self._connection, self._context, self._addressing, self._owner
+                )
                 self._finalizer.atexit = False
             except BaseException:
                 self._let_go()
@@ -264,7 +271,7 @@ class ClientCore:
         """Close sockets and context. Blocks until what lingers has left, as long as `linger` says."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        _release(self._connection, self._context, self._addressing)
+        _release(self._connection, self._context, self._addressing, self._owner)
         self._connection = self._context = None
 
     def _close_at_exit(self) -> None:
@@ -273,7 +280,7 @@ class ClientCore:
 
     def _check_owner(self) -> None:
         if self._owner != os.getpid():
-            raise TransportError("the client belongs to the process that made it: a forked child needs one of its own")
+            raise TransportError(FORKED)
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -345,27 +352,39 @@ class ClientCore:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _take(self, frames: Sequence[Any], now: float) -> None:
-        """A message of an engine, frames of ZMQ while `_watch.learning`. One that cannot be read costs itself only."""
+        """A message of an engine."""
+        message = self._read(frames)
+        if message is not None:
+            if self._on_outputs is not None:
+                self._report(self._on_outputs, message)
+            self._hand_out(message, now)
+
+    def _read(self, frames: Sequence[Any]) -> EngineCoreOutputs | None:
+        """What an engine says, frames of ZMQ while `_watch.learning`. What cannot be read costs itself only."""
         try:
             message: EngineCoreOutputs = self._decoder.decode(frames)
         except DecodeError as error:
             if is_engine_dead(frames):
                 self._take_death(frames)
-                return
+                return None
             self._broken += 1
             if not self._warned:
                 self._warned = True
                 _log.warning("an engine sent what cannot be read (said once, then counted): %s", error)
-            return
+            return None
         if self._watch.learning and isinstance(frames[0], zmq.Frame):
             self._watch.on_output(message.engine_index, frames[0])
         if message.scheduler_stats is not None:
             self.scheduler_stats[message.engine_index] = message.scheduler_stats
-        if self._on_outputs is not None:
-            try:
-                self._on_outputs(message)
-            except Exception:
-                _log.exception("on_outputs failed")
+        return message
+
+    def _report(self, on_outputs: Callable[[EngineCoreOutputs], object], message: EngineCoreOutputs) -> None:
+        try:
+            on_outputs(message)
+        except Exception:
+            _log.exception("on_outputs failed")
+
+    def _hand_out(self, message: EngineCoreOutputs, now: float) -> None:
         self._registry.take(message, now)
         if self._waves.enabled:
             self._tell_wave(self._waves.on_outputs(message, bool(len(self._registry))))
@@ -444,7 +463,9 @@ def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _release(connection: Connection | None, context: zmq.Context[Any] | None, addressing: Addressing) -> None:
+def _release(connection: Connection | None, context: zmq.Context[Any] | None, addressing: Addressing, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # dropped in a forked child: all of it is the parent's
     if connection is not None:
         connection.close()
     if context is not None:
@@ -460,8 +481,9 @@ def _close_all() -> None:
 
 def _forget_in_child() -> None:
     for client in list(_clients):
-        client._closed = "the client belongs to the process that made it: a forked child needs one of its own"
+        client._closed = FORKED
         client._make_face()  # locks that a thread held which is not here
+        client._disown()
 
 
 atexit.register(_close_all)

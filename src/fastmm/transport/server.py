@@ -8,6 +8,7 @@ with EngineServer("ipc:///run/engines/handshake", ready={"dtype": "bfloat16"}) a
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
@@ -123,6 +124,7 @@ class EngineServer:
         patience: float | None = 5.0,
         linger: float = 1.0,
     ) -> None:
+        self._owner = os.getpid()
         self._handshake_address = handshake
         self._handshake = EngineHandshake(rank, local=local, headless=headless, ready=ready or {})
         self.rank = rank
@@ -178,6 +180,7 @@ class EngineServer:
         TransportError
             The answer is none, or an address cannot be used.
         """
+        self._check_owner()
         if self._context is not None:
             raise TransportError("expected an engine server that is not connected yet")
         self._context = zmq.Context()
@@ -249,7 +252,13 @@ class EngineServer:
         self._stopped.set()
         self._let_go()
 
+    def _check_owner(self) -> None:
+        if self._owner != os.getpid():
+            raise TransportError("the engine server belongs to the process that made it: a forked child needs one of its own")
+
     def _let_go(self) -> None:
+        if self._owner != os.getpid():
+            return  # a forked child: the sockets are the parent's, and its threads may have held the locks
         with self._send_lock, self._monitor_lock:
             context, self._context = self._context, None
             if context is None:
@@ -302,6 +311,7 @@ class EngineServer:
 
     def _receive(self, timeout: float) -> Event | None:
         """One event, where one comes within `timeout`; messages that are none do not count as waiting."""
+        self._check_owner()
         if self._pending:
             return self._pending.popleft()
         if self._context is None:
@@ -450,12 +460,15 @@ class EngineServer:
 
     def send_dead(self) -> None:
         """Tell every client that this engine ends with an error. A ``with`` block that an exception leaves does so."""
+        if self._owner != os.getpid():
+            return  # it is not for a forked child to say
         with self._send_lock:
             for socket in self._outputs:
                 if not socket.closed:
                     socket.send(ENGINE_CORE_DEAD)
 
     def _send(self, frames: list[Any], client_index: int, wait: bool, timeout: float | None) -> None:
+        self._check_owner()
         if self._context is None:
             raise TransportError("expected an engine server that is connected")
         if not 0 <= client_index < len(self._outputs):

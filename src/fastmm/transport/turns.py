@@ -9,6 +9,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
+from ..errors import TransportError
+
 __all__ = ["Turns"]
 
 Queue: TypeAlias = "SimpleQueue[Any]"
@@ -33,7 +35,13 @@ class Turns:
         self._lock = lock
         self._receive = receive
         self._turn = threading.Lock()
+        self._holder = 0  # the thread that has it
         self._followers: deque[Queue] = deque()  # of those who wait without the turn
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn already: in a callback, or a signal's handler, of its own receiving."""
+        return self._holder == threading.get_ident()
 
     def wait(self, queue: Queue, timeout: float | None) -> Any:
         """What comes into one's own queue first; `Empty` where nothing does within `timeout` seconds."""
@@ -47,7 +55,13 @@ class Turns:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise Empty
                 receives = self._turn.acquire(blocking=False)
-                if not receives:
+                if receives:
+                    self._holder = threading.get_ident()
+                elif self._holder == threading.get_ident():
+                    raise TransportError(
+                        "an answer cannot be waited for in the middle of receiving (on_outputs, a signal's handler)"
+                    )
+                else:
                     self._followers.append(queue)
             if receives:
                 try:
@@ -71,11 +85,15 @@ class Turns:
 
     def take(self, timeout: float = 0.0) -> bool:
         """Take the turn without having anything to wait for; whether it was free, or became so in time."""
-        return self._turn.acquire(timeout=timeout) if timeout else self._turn.acquire(blocking=False)
+        taken = self._turn.acquire(timeout=timeout) if timeout else self._turn.acquire(blocking=False)
+        if taken:
+            self._holder = threading.get_ident()
+        return taken
 
     def leave(self) -> None:
         """Give the turn away."""
         with self._lock:
+            self._holder = 0
             self._turn.release()
             self._offer()
 
