@@ -74,9 +74,8 @@ def test_a_listener_may_close_the_client():
         outputs = client.generate(text("hang-1"))
 
         def rest() -> None:
-            next(outputs)
             with pytest.raises(TransportError, match="closed"):
-                next(outputs)
+                list(outputs)  # perhaps with the first output, perhaps not any more
 
         in_time(rest)
         in_time(client.close)
