@@ -197,9 +197,13 @@ def test_an_interrupted_wait_leaves_no_trace() -> None:
         signal.pthread_kill(main, signal.SIGINT)
 
     helper = threading.Thread(target=interrupt)
-    helper.start()
-    with pytest.raises(KeyboardInterrupt):
-        ledger.reserve(1, timeout=PATIENCE_S)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
+    try:
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            ledger.reserve(1, timeout=PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
     helper.join()
     assert ledger.counters["waiting"] == 0
     held.cancel()
