@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import random
+import sys
 import threading
 import time
 from queue import Empty, SimpleQueue
@@ -306,6 +308,44 @@ def test_who_waits_in_vain_gives_the_turn_away():
     post.turns.leave()
     post.letters.put((mine, 5))
     assert post.turns.wait(mine, None) == 5
+
+
+def test_no_interrupt_loses_the_turn():
+    """A signal's handler may raise at any step of Python code, as Ctrl-C does: a tracer that raises at each line in its turn."""
+
+    class Interrupt(BaseException):
+        pass
+
+    post = Post()
+    code = Turns.wait.__code__, Turns._step_back.__code__
+    source = inspect.getsource(sys.modules[Turns.__module__]).splitlines()
+    lines = sorted({line for one in code for _, _, line in one.co_lines() if line and source[line - 1].strip() != "try:"})
+    interrupted = 0
+    for line in lines:
+
+        def trace(frame: Any, event: str, _: Any, line: int = line) -> Any:
+            if frame.f_code in code and event in ("line", "call"):
+                if event == "line" and frame.f_lineno == line:
+                    sys.settrace(None)
+                    frame.f_trace = None
+                    raise Interrupt
+                return trace
+            return None
+
+        mine: Any = SimpleQueue()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            post.turns.wait(mine, 0.01)
+        except Interrupt:
+            interrupted += 1
+        except Empty:
+            pass
+        finally:
+            sys.settrace(before)
+        assert post.turns.take(), f"lost at line {line}"
+        post.turns.leave()
+    assert interrupted > 5
 
 
 # --- worker -----------------------------------------------------------------------------------------------------------
