@@ -479,3 +479,34 @@ def test_what_is_no_schema_is_said_before_a_request_comes(schema):
 
 def test_a_schema_of_none_is_fine():
     check_schema(None)
+
+
+def test_a_field_that_no_request_can_give_is_said_before_a_request_comes():
+    @dataclasses.dataclass
+    class Unnamed:
+        multimodal_level: int = 0
+        level: int = 0
+
+    class UnnamedStruct(msgspec.Struct):
+        level: int = 0
+
+    for schema in (Unnamed, UnnamedStruct):
+        with pytest.raises(SchemaError, match=r"multimodal_\.\.\., got level"):
+            check_schema(schema)
+
+
+def test_an_annotation_that_is_not_there_is_said_before_a_request_comes():
+    @dataclasses.dataclass
+    class Unknown:
+        multimodal_level: NoSuchType = 0  # noqa: F821
+
+    with pytest.raises(SchemaError, match="NoSuchType"):
+        check_schema(Unknown)
+
+
+@pytest.mark.parametrize("schema", [AsDataclass, AsStruct])
+def test_an_error_never_repeats_a_value_that_is_none_of_an_enum(schema):
+    with pytest.raises(ExtensionError) as caught:
+        decode_extensions(schema, {"multimodal_level": 1, "multimodal_mode": "my secret - at `$.x`"})
+    assert "secret" not in str(caught.value)
+    assert caught.value.field == "multimodal_mode"

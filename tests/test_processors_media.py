@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import tracemalloc
 import urllib.parse
 import zlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastmm.errors import FastmmError, LimitError, ProcessorError, SchemaError
 from fastmm.processors import Budgets, Media, MediaKind, Work, measure_pixels, open_image, resolve_media
@@ -95,6 +98,47 @@ def test_a_data_url_may_be_percent_encoded():
 def test_what_is_no_base64_is_an_error_that_names_the_item(text, wrap):
     with pytest.raises(ProcessorError, match=r"^images\[1\]: expected"):
         resolved(b"x", wrap.format(text))
+
+
+@pytest.mark.parametrize("text", ["%", "%4", "%zz", "a%", "%%", "%%41", "%4%41", "%-1", "%+1", "% 1"])
+@pytest.mark.parametrize("wrap", ["data:,{}", "data:,abc{}xyz", "data:;base64,{}", "data:;base64,QUJD{}QUJD"])
+def test_a_percent_sign_without_its_digits_is_an_error(text, wrap):
+    with pytest.raises(ProcessorError, match=r"images\[0\]"):
+        resolved(wrap.format(text))
+
+
+@given(st.binary(min_size=1, max_size=60))
+def test_percent_encoding_is_undone_as_urllib_undoes_it(data):
+    for safe in ("", "/=+ "):
+        text = urllib.parse.quote(data, safe=safe)
+        assert resolved(f"data:,{text}") == [urllib.parse.unquote_to_bytes(text)] == [data]
+
+
+@pytest.mark.parametrize(
+    "text", ["data:," + "%41" * 200_000, "data:;base64," + "%41" * 200_000, "A " * 400_000, "data:," + "A" * 200_000]
+)
+def test_a_budget_is_checked_before_escapes_and_spaces_are_undone(text):
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError, match=r"images\[0\]"):
+            resolved(text, budgets=limited(100))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+def test_exactly_at_the_budget_passes_with_escapes_too():
+    quoted = "".join(f"%{one:02x}" for one in BYTES)
+    for nbytes, error in ((len(BYTES), None), (len(BYTES) - 1, LimitError)):
+        for text in (
+            f"data:,{quoted}",
+            "data:;base64," + "".join(f"%{ord(one):02X}" for one in base64.b64encode(BYTES).decode()),
+        ):
+            if error is None:
+                assert resolved(text, budgets=limited(nbytes)) == [BYTES]
+            else:
+                with pytest.raises(error):
+                    resolved(text, budgets=limited(nbytes))
 
 
 @pytest.mark.parametrize("url", ["data:", "data:image/png;base64", "data:,", "data:image/png;base64,"])
@@ -363,7 +407,13 @@ def test_audio_has_no_pixels():
     ],
 )
 def test_what_is_decoded_already_counts_by_its_shape(source, pixels):
-    assert measure_pixels(Media("video", source)) == pixels
+    kind = "video" if isinstance(source, list) or source.ndim == 4 else "image"
+    assert measure_pixels(Media(kind, source)) == pixels
+
+
+def test_frames_without_channels_are_not_taken_for_channels():
+    assert measure_pixels(Media("video", np.zeros((4, 100, 100), np.uint8))) == 40_000
+    assert measure_pixels(Media("video", np.zeros((3, 4, 100, 100), np.uint8))) == 30_000
 
 
 def test_a_pil_image_counts_by_its_size():

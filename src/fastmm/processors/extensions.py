@@ -6,15 +6,19 @@ A body may be anything a client can send: nothing here recurses, and no error re
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CompatError, ExtensionError, SchemaError, SchemaValueError
+from .words import error_text
 
 __all__ = ["PREFIX", "check_schema", "decode_extensions", "is_multimodal", "is_present", "split_extensions"]
 
 PREFIX = "multimodal_"
 MAX_BATCH = 4096
+# Where msgspec repeats what the client sent.
+_VALUE = re.compile(r"(Invalid (?:enum )?value) .*?(?= - at `\$|\Z)", re.DOTALL)
 _SHOWN_CHARS = 80
 _MESSAGE_CHARS = 500
 _SCALARS = (str, int, float, bool, bytes)
@@ -166,15 +170,32 @@ def check_schema(schema: type | None) -> None:
     Raises
     ------
     SchemaError
-        It is none of the three kinds.
+        It is none of the three kinds; a field's name or annotation, or ``__broadcast__``, is of no use.
     CompatError
         A dataclass needs msgspec, which is not installed.
     """
     if schema is None:
         return
-    if _kind(schema) == "dataclass":
-        _msgspec()
+    kind = _kind(schema)
     _broadcast(schema)
+    names = _pydantic_names(schema) if kind == "pydantic" else _names(schema, kind)
+    if names and not any(map(_is_name, names)):
+        raise SchemaError(f"expected fields named {PREFIX}..., got {', '.join(sorted(names)[:8])}", path="schema")
+    if kind != "pydantic":
+        for name in sorted(names or ()):
+            if not _is_name(name):
+                raise SchemaError(f"expected fields named {PREFIX}..., got {name}: no request can give it", path="schema")
+    try:
+        _decode_pydantic(schema, {}) if kind == "pydantic" else _decode_msgspec(schema, {})
+    except ExtensionError:
+        pass  # a field that must be given
+    except CompatError:
+        raise
+    except (NameError, TypeError) as error:  # an annotation that is not there, or that no decoder knows
+        raise SchemaError(f"expected annotations that can be decoded: {error_text(error)}", path="schema") from error
+    except Exception as error:
+        if "Pydantic" in type(error).__name__:  # a model that is not complete
+            raise SchemaError(f"expected a model that can be decoded: {error_text(error)}", path="schema") from error
 
 
 def decode_extensions(schema: type | None, extensions: Mapping[str, Any] | None, *, processor: str = "this processor") -> Any:
@@ -244,7 +265,7 @@ def _decode_msgspec(schema: Any, values: dict[str, Any]) -> Any:
     try:
         return msgspec.convert(values, schema, strict=True)
     except msgspec.ValidationError as error:
-        message = str(error)
+        message = _VALUE.sub(r"\1", str(error))
         _, marked, path = message.rpartition(" - at `$.")
         name = path.rstrip("`").split(".")[0].split("[")[0] if marked else None
         raise _invalid(message if " - at `" in message else f"{message} - at `$`", name) from None

@@ -9,7 +9,6 @@ import binascii
 import io
 import math
 import re
-import urllib.parse
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -93,28 +92,43 @@ class _Bytes:
         self.spent = 0
 
     def spend(self, nbytes: int, path: str) -> None:
+        self.check(nbytes, path)
         self.spent += nbytes
-        if self.limit is not None and self.spent > self.limit:
-            raise LimitError(f"expected at most {self.limit} bytes of media (max_media_nbytes), got {self.spent}", path=path)
+
+    def check(self, nbytes: int, path: str) -> None:
+        """Whether there is room for so many; they are not spent."""
+        total = self.spent + nbytes
+        if self.limit is not None and total > self.limit:
+            raise LimitError(f"expected at most {self.limit} bytes of media (max_media_nbytes), got {total}", path=path)
 
 
 def _from_base64(text: str, budget: _Bytes, path: str) -> memoryview:
-    # A text is megabytes long: `in` and the decoder are quick where a regular expression is not.  The decoder leaves out
+    # A text is megabytes long: counting and the decoder are quick where a regular expression is not.  The decoder leaves out
     # characters that are not base64's, which then shows in the length (were there one too many, it might not).
-    if any(space in text for space in _SPACES):
-        text = text.translate(_NO_SPACES)
-    bare = text.rstrip("=")
-    if not bare:
+    nspaces, npadding = sum(map(text.count, _SPACES)), text.count("=")
+    nchars = len(text) - nspaces - npadding
+    if not nchars:
         raise ProcessorError("expected bytes, got none", path=path)
-    nbytes = len(bare) * 3 // 4
+    nbytes = nchars * 3 // 4
     budget.spend(nbytes, path)
+    bare = (text.translate(_NO_SPACES) if nspaces else text).rstrip("=")
     try:
-        found = binascii.a2b_base64(bare + "=" * (-len(bare) % 4))
+        found = binascii.a2b_base64(bare + "=" * (-nchars % 4))
     except ValueError:
         found = b""
-    if len(found) != nbytes or len(bare) % 4 == 1 or len(text) - len(bare) > 2:
+    if len(found) != nbytes or len(bare) != nchars or nchars % 4 == 1 or npadding > 2:
         raise ProcessorError(f"expected a URL, an absolute path or base64, got {len(text)} characters of neither", path=path)
     return memoryview(found)
+
+
+def _unquoted(text: str, path: str) -> bytes:
+    """Percent-encoded text decoded by C code; `urllib` makes an object for each escape."""
+    raw = text.encode("utf-8", "replace").translate(None, b"\r\n\t")
+    wanted = len(raw) - 2 * raw.count(b"%")
+    found = binascii.a2b_qp(raw.replace(b"=", b"=3D").replace(b"%", b"="))  # quoted-printable: the same with another sign
+    if len(found) != wanted:
+        raise ProcessorError("expected percent-encoding, got a percent sign without two hexadecimal digits", path=path)
+    return found
 
 
 def _from_text(source: str, budget: _Bytes, path: str) -> memoryview:
@@ -130,9 +144,15 @@ def _from_text(source: str, budget: _Bytes, path: str) -> memoryview:
             )
         return _from_base64(source, budget, path)
     text = source[match.end() :]
+    # At least so many bytes, whatever the escapes say: checked before any of them is decoded.
+    nbytes = len(text) - 2 * text.count("%")
     if match[1].lower().replace(" ", "").endswith(";base64"):
-        return _from_base64(urllib.parse.unquote(text, errors="replace") if "%" in text else text, budget, path)
-    found = urllib.parse.unquote_to_bytes(text)
+        if "%" in text:
+            budget.check((nbytes - sum(map(text.count, _SPACES)) - 2) * 3 // 4, path)
+            text = _unquoted(text, path).decode("ascii", "replace")
+        return _from_base64(text, budget, path)
+    budget.check(nbytes - sum(map(text.count, "\r\n\t")), path)
+    found = _unquoted(text, path)
     budget.spend(len(found), path)
     if not found:
         raise ProcessorError("expected bytes, got none", path=path)
@@ -329,7 +349,7 @@ def measure_pixels(media: Media) -> int | None:
     decoded already by its size or shape. None where it cannot be known.
     """
     if media.data is None:
-        return _decoded_pixels(media.source)
+        return _decoded_pixels(media.source, media.kind)
     if media.kind is MediaKind.VIDEO:
         return _video_pixels(media.data)
     with open_image(media) as image:
@@ -337,22 +357,24 @@ def measure_pixels(media: Media) -> int | None:
     return int(width) * int(height)
 
 
-def _decoded_pixels(source: Any) -> int | None:
+def _decoded_pixels(source: Any, kind: MediaKind) -> int | None:
     if isinstance(source, np.ndarray):
-        return _shaped_pixels(source.shape)
+        return _shaped_pixels(source.shape, kind)
     if isinstance(source, (list, tuple)):  # frames, which are no lists themselves
-        counts = [None if isinstance(frame, (list, tuple)) else _decoded_pixels(frame) for frame in source]
+        counts = [None if isinstance(one, (list, tuple)) else _decoded_pixels(one, MediaKind.IMAGE) for one in source]
         return None if None in counts else sum(count for count in counts if count is not None)
     size = getattr(source, "size", None)
     if isinstance(size, tuple) and len(size) == 2:  # PIL
         return int(size[0]) * int(size[1])
     shape = getattr(source, "shape", None)
-    return None if shape is None else _shaped_pixels(shape)
+    return None if shape is None else _shaped_pixels(shape, kind)
 
 
-def _shaped_pixels(shape: Any) -> int:
+def _shaped_pixels(shape: Any, kind: MediaKind) -> int:
+    """Extents multiplied, the channels' left out: they are the last, or stand before height and width."""
     extents = [int(extent) for extent in shape]
-    if len(extents) > 2:  # an axis of channels, first, last, or after the frames
+    ndim = 4 if kind is MediaKind.VIDEO else 3  # with channels; an array of three axes may be grey frames
+    if len(extents) >= ndim:
         axis = next((axis for axis in (-1, -3) if extents[axis] in (1, 3, 4)), None)
         if axis is not None:
             del extents[axis]
