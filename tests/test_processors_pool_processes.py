@@ -195,6 +195,32 @@ def test_a_processor_object_and_a_name_work_as_well():
             assert pool.submit(work("a")).result(LONG)
 
 
+@pytest.mark.parametrize("hashes", [["\ud800"], [10**30], [None], [{1}], [object()], {"a": 1}, 5], ids=repr)
+def test_a_callers_hash_is_never_a_reason_to_refuse(hashes):
+    results = []
+    for executor in (None, "processes"):
+        with ProcessorPool(Obedient, executor=executor, workers=1) as pool:
+            results.append(pool.submit(work("a", hashes=hashes)).result(LONG))
+    assert results[0].items[0].hash == results[1].items[0].hash
+
+
+DEEP: list[object] = []
+for _ in range(2000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "value", [10**30, "\ud800", {"\ud800": 1}, DEEP, {1}, object()], ids=lambda value: type(value).__name__
+)
+def test_bad_extensions_are_the_clients_fault_on_either_executor(value):
+    """This processor takes none, so they are an ExtensionError, with a status of 400."""
+    for executor in (None, "processes"):
+        with ProcessorPool(Obedient, executor=executor, workers=1) as pool:
+            error = pool.submit(work("a", extensions={"multimodal_x": value})).exception(LONG)
+        assert type(error) is ExtensionError
+        assert error.http_status == 400
+
+
 # --- death ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 import weakref
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -112,6 +114,104 @@ print(pool.shutdown(timeout=0.1))
     )
     assert child.stdout == "False\n", child.stderr
     assert child.returncode == 0
+
+
+# --- what else an exception can do ------------------------------------------------------------------------------------
+
+
+class Evil(Exception):
+    """Its message is an exception, too."""
+
+    def __str__(self):
+        raise Evil
+
+
+class Worse(BaseException):
+    def __str__(self):
+        raise Worse
+
+
+@pytest.mark.parametrize("evil", [Evil, Worse])
+@pytest.mark.parametrize("where", ["process", "wrap"])
+def test_an_exception_whose_message_is_one_costs_no_worker(evil, where):
+    class Raising(Obedient):
+        def process(self, work, tokenizer):
+            if where == "process" and work.text == "evil":
+                raise evil
+            return super().process(Work(request_id="-", images=work.images), tokenizer)
+
+    class Pool(ProcessorPool):
+        def wrap(self, work, processed):
+            if where == "wrap" and work.text == "evil":
+                raise evil
+            return processed
+
+    with Pool(Raising(), workers=1) as pool:
+        for i in range(3):
+            with pytest.raises(ProcessorError, match="cannot be read"):
+                pool.submit(work(str(i), "evil")).result(LONG)
+        assert pool.submit(work("after")).result(LONG)
+        assert pool.counters["replaced"] == 0
+
+
+@pytest.mark.parametrize("where", ["process", "wrap"])
+def test_a_failed_future_that_is_kept_keeps_nothing_of_the_request(where):
+    class Pixels(np.ndarray):
+        """An array that can be watched."""
+
+    class Raising(Obedient):
+        def process(self, work, tokenizer):
+            if where == "process":
+                local = work
+                raise ValueError(f"failed over {len(local.images)}")
+            return super().process(work, tokenizer)
+
+    class Pool(ProcessorPool):
+        def wrap(self, work, processed):
+            raise ValueError("failed")
+
+    pixels = IMAGE.view(Pixels).copy()
+    gone = weakref.ref(pixels)
+    with Pool(Raising(), workers=1) as pool:
+        future = pool.submit(Work(request_id="a", images=[pixels]))
+        error = future.exception(LONG)
+        del pixels
+        until(lambda: pool.counters["running"] == 0)
+        gc.collect()
+        assert gone() is None
+        assert any("raise ValueError" in line for line in traceback.format_exception(None, error, error.__traceback__))
+
+
+def test_cancelled_requests_do_not_pile_up(gate):
+    with ProcessorPool(Obedient(), workers=1, queue_size=4) as pool:
+        pool.submit(work("a", gate.text))
+        gate.begun()
+        kept = [pool.submit(work(f"kept-{i}")) for i in range(3)]
+        for i in range(5000):
+            assert pool.submit(work(str(i))).cancel()
+        assert len(pool._crew._queue) < 200
+        assert pool.counters["queued"] == 3
+        gate.open()
+        for future in kept:
+            future.result(LONG)
+
+
+@pytest.mark.parametrize("timeout", [None, 100.0])
+def test_a_pool_that_is_dropped_says_so_and_its_threads_end(timeout):
+    def use_and_drop() -> None:
+        pool = ProcessorPool(Obedient(), workers=2, timeout=timeout)
+        pool.start()
+        pool.submit(work("a")).result(LONG)
+        until(lambda: pool.counters["running"] == 0)
+
+    before = set(threading.enumerate())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        use_and_drop()
+        until(lambda: gc.collect() >= 0 and bool(said))
+    assert "was not shut down" in str(said[0].message)
+    assert said[0].category is ResourceWarning
+    until(lambda: not set(threading.enumerate()) - before)
 
 
 # --- shutdown ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ INLINE_NBYTES = 64 << 10
 # A byte string of at least this crosses as a frame, and is a memoryview on the other side.
 _VIEW_NBYTES = 4096
 _FIRST_FOREIGN = 256  # numpy numbers the types that others register from here on
-_MAX_DEPTH = 24  # the wire's own limit is 64, and a level of ours is at most two of its
+_MAX_DEPTH = 150  # half of the interpreter's own limit on calls within calls
+_WIRE_DEPTH = 2 * _MAX_DEPTH + 8
+_INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 
 # What may cross, besides plain values and tensors. Nothing else is made on the other side, whatever a parcel says.
 CLASSES: tuple[type, ...] = (Work, Media, Processed, ProcessedItem, Field, PlaceholderRange)
@@ -101,8 +103,8 @@ class Carrier:
                 raise ProcessorError(f"expected a dataclass, got {cls!r}", path="Carrier.classes")
         self._numbers = {cls: i for i, cls in enumerate(self.classes)}
         self._fields = [tuple(field.name for field in dataclasses.fields(cls) if field.init) for cls in self.classes]
-        self._encoder = Encoder(max_depth=64)
-        self._decoder = Decoder(_Tree, tensors="torch")  # which imports torch when one comes
+        self._encoder = Encoder(max_depth=_WIRE_DEPTH)
+        self._decoder = Decoder(_Tree, tensors="torch", max_depth=_WIRE_DEPTH)  # which imports torch when one comes
 
     def __reduce__(self) -> tuple[Callable[..., Carrier], tuple[Any, ...]]:
         return _carrier, (self.directory, self.inline_nbytes, self.classes[len(CLASSES) :])
@@ -128,7 +130,10 @@ class Carrier:
             A tensor that has no place on the wire.
         """
         writer = _Writer(self._numbers, self._fields)
-        root = writer.node(value, 0)
+        try:
+            root = writer.node(value, 0)
+        except RecursionError:  # the caller was deep in calls already
+            raise writer.refusal("nested too deep") from None
         frames = self._encoder.encode(_Tree(root, writer.ids, writer.tensors))
         sizes = tuple(map(len, frames))
         if shared and sum(sizes) >= self.inline_nbytes:
@@ -180,6 +185,18 @@ def _carrier(directory: str, inline_nbytes: int, classes: tuple[type, ...]) -> C
     return Carrier(directory=directory, inline_nbytes=inline_nbytes, classes=classes)
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold
+        return False
+    return True
+
+
+def _are_small(ids: list[int]) -> bool:
+    return min(ids) >= -(2**63) and max(ids) < 2**63
+
+
 class _Writer:
     """One tree on its way out. Ids and tensors are in lists of their own, for which encoder and decoder have quick ways."""
 
@@ -198,11 +215,15 @@ class _Writer:
 
     def node(self, value: Any, depth: int) -> Any:
         """``l`` list, ``t`` tuple, ``d`` mapping, ``c`` one of the classes, ``i`` ids, ``T`` a tensor, ``G`` a numpy scalar;
-        over raw bytes ``B`` a byte string, ``W`` a WireTensor, ``M`` an array of a type that numpy itself lacks, ``P`` a PIL
-        image."""
+        ``I`` an integer and ``U`` a text that msgpack has no place for; over raw bytes ``B`` a byte string, ``W`` a
+        WireTensor, ``M`` an array of a type that numpy itself lacks, ``P`` a PIL image."""
         kind = type(value)
-        if value is None or kind in _PLAIN:
+        if value is None or kind is bool or kind is float:
             return value
+        if kind is str:
+            return value if value.isascii() or _is_unicode(value) else ["U", value.encode("utf-8", "surrogatepass")]
+        if kind is int:
+            return value if _INT_MIN <= value <= _INT_MAX else ["I", hex(value)]
         if depth == _MAX_DEPTH:
             raise self.refusal(f"nested more than {_MAX_DEPTH} deep")
         number = self._numbers.get(kind)
@@ -210,13 +231,13 @@ class _Writer:
             names = self._fields[number]
             return ["c", number, *[self.child(f".{name}", getattr(value, name), depth) for name in names]]
         if kind is list or kind is tuple:
-            if kind is list and len(value) > 8 and set(map(type, value)) == {int}:
+            if kind is list and len(value) > 8 and set(map(type, value)) == {int} and _are_small(value):
                 self.ids.append(value)
                 return ["i", len(self.ids) - 1]
             letter = "l" if kind is list else "t"
             return [letter, *[self.child(f"[{i}]", item, depth) for i, item in enumerate(value)]]
         if isinstance(value, Mapping):
-            pairs = [(self.node(k, depth + 1), self.child(f"[{k!r}]", item, depth)) for k, item in value.items()]
+            pairs = [(self.node(k, depth + 1), self.child(f"[{k!a:.80}]", item, depth)) for k, item in value.items()]
             return ["d", *[part for pair in pairs for part in pair]]
         if isinstance(value, np.ndarray):
             if value.dtype.num >= _FIRST_FOREIGN and value.dtype.name in DTYPES:
@@ -230,9 +251,12 @@ class _Writer:
         if isinstance(value, (bytes, bytearray, memoryview)):
             return self.buffer(value)
         if isinstance(value, enum.Enum) and isinstance(value, _PLAIN):
-            return value.value
+            return self.node(value.value, depth)
         if isinstance(value, np.generic):
             return self.tensor("G", np.asarray(value))
+        for plain in (str, int, float):  # a class of somebody's own: the value is what crosses
+            if isinstance(value, plain):
+                return self.node(plain(value), depth)
         if isinstance(value, (list, tuple)):  # torch.Size, a named tuple: what it is made of
             return ["t", *[self.child(f"[{i}]", item, depth) for i, item in enumerate(value)]]
         if hasattr(value, "__dlpack__"):
@@ -247,8 +271,6 @@ class _Writer:
         )
 
     def child(self, step: str, value: Any, depth: int) -> Any:
-        if value is None or type(value) in _PLAIN:
-            return value
         self.path.append(step)
         node = self.node(value, depth + 1)
         self.path.pop()
@@ -301,6 +323,10 @@ class _Reader:
             return tuple([self.value(item) for item in node[1:]])
         if letter == "d":
             return {self.value(node[i]): self.value(node[i + 1]) for i in range(1, len(node), 2)}
+        if letter == "I":
+            return int(node[1], 16)
+        if letter == "U":
+            return str(node[1], "utf-8", "surrogatepass")
         if letter == "i":
             return self._tree.ids[node[1]]
         tensor: Any = self._tree.tensors[node[1]]

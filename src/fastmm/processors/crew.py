@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Crew", "Host", "Job"]
 
+_STALE_MAX = 64  # jobs in the queue that are no more, beside as many as do wait
 _EXTENDED_MAX = 9  # deadlines of one job
 _STILLBORN_MAX = 5  # then whatever kills them will kill the next one, too
 
@@ -243,6 +244,8 @@ class Crew:
         if job.queued:
             job.queued = False
             self._queued -= 1
+            if len(self._queue) > 2 * self._queued + _STALE_MAX:
+                self._queue = deque(waiting for waiting in self._queue if waiting.queued)
         if not self._jobs and not self._running:
             self._quiet.notify_all()
 
@@ -416,3 +419,12 @@ class Crew:
             self._running.clear()
             hosts, self._hosts, self._idle = self._hosts, [], []
         return clean, left, hosts
+
+    def abandon(self) -> bool:
+        """Nobody will use the crew any more: whether nobody had closed it, and workers were left, which end now."""
+        closed, self._closed = self._closed, True
+        hosts, self._hosts = self._hosts, []
+        for host in hosts:
+            if isinstance(host.executor, executors.DaemonThreadExecutor):
+                host.executor.shutdown(wait=False)
+        return not closed and self.own and bool(hosts)

@@ -12,10 +12,10 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
 from .. import shm
-from ..errors import ProcessorDied
+from ..errors import ExtensionError, ProcessorDied, ProcessorError
 from . import executors, worker
 from .carry import Carrier, Parcel
-from .contract import Budgets, Work
+from .contract import Budgets, Work, changed
 
 __all__ = ["Crossing", "Resend", "Trip"]
 
@@ -40,6 +40,14 @@ class Trip:
     @property
     def exhausted(self) -> bool:
         return self.tries >= _TRIES
+
+
+def _with_text_hashes(work: Work) -> Work:
+    """The caller's hashes are never a reason to refuse: what is no text is malformed, and need not cross to be found so."""
+    if work.hashes is None:
+        return work
+    listed = isinstance(work.hashes, (list, tuple))
+    return changed(work, hashes=[value if type(value) is str else "" for value in work.hashes] if listed else "")
 
 
 class Crossing:
@@ -67,7 +75,12 @@ class Crossing:
         """Pack a request and hand it over. Raises what the executor or the carrier does; `discard` then."""
         trip.tries += 1
         trip.reply = shm.new_name()
-        trip.parcel = self.carrier.pack(work, shared=self._shared and "work" not in trip.lacks)
+        try:
+            trip.parcel = self.carrier.pack(_with_text_hashes(work), shared=self._shared and "work" not in trip.lacks)
+        except ProcessorError as error:
+            if not (error.path or "").startswith("$.extensions"):
+                raise
+            raise ExtensionError(f"invalid processor extensions: {error.message}", path=error.path) from None
         spec = self.spec if "spec" in trip.lacks else None
         return executor.submit(worker.serve, self.spec.key, spec, trip.parcel, trip.reply, shm.process_key())
 

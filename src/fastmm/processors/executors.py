@@ -54,7 +54,10 @@ class DaemonThreadExecutor(Executor):
         get = self._calls.get
         while (call := get()) is not None:
             function, args = call
-            function(*args)
+            try:
+                function(*args)
+            except BaseException:  # whatever it was, the next request is not to blame
+                _log.exception("a call that raises nothing did")
             del call, function, args  # an idle thread keeps nothing of a request
 
     def post(self, function: Callable[..., None], *args: Any) -> None:

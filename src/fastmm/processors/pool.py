@@ -8,6 +8,9 @@ import logging
 import math
 import threading
 import time
+import traceback
+import warnings
+import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -22,6 +25,7 @@ from .crew import Crew, Host, Job
 from .crossing import Crossing, Resend, Trip
 from .run import process_work
 from .store import ResultStore
+from .words import error_text
 
 __all__ = ["ProcessorPool"]
 
@@ -133,7 +137,8 @@ class ProcessorPool:
         )
         self._over = threading.Event()
         if timeout is not None:
-            threading.Thread(target=self._watch, args=(timeout,), name="fastmm-watchdog", daemon=True).start()
+            arguments = (weakref.ref(self), timeout, self._over)
+            threading.Thread(target=_watch, args=arguments, name="fastmm-watchdog", daemon=True).start()
 
     # --- what a serving stack may want to change ----------------------------------------------------------------------
 
@@ -239,6 +244,14 @@ class ProcessorPool:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
+    def __del__(self) -> None:
+        crew: Crew | None = self.__dict__.get("_crew")  # None: it was never whole
+        if crew is None:
+            return
+        self._over.set()
+        if crew.abandon():
+            warnings.warn(f"{type(self).__name__} was not shut down", ResourceWarning, source=self, stacklevel=2)
+
     # --- to an executor -----------------------------------------------------------------------------------------------
 
     def _ready(self, executor: Executor) -> Future[Any]:
@@ -259,7 +272,7 @@ class ProcessorPool:
             else:
                 executor.submit(self._at_work, job, host).add_done_callback(functools.partial(self._not_at_work, job, host))
         except Exception as error:  # its owner shut it down, for one
-            self._fail(job, ProcessorDied(f"the executor takes no more requests: {error}"))
+            self._fail(job, ProcessorDied(f"the executor takes no more requests: {error_text(error)}"))
             self._crew.release(job, host)
 
     def _at_work(self, job: Job, host: Host) -> None:
@@ -271,7 +284,9 @@ class ProcessorPool:
                 self._complete(job, result if self._dtype is None else cast_result(result, self._dtype))
         except BaseException as error:
             self._fail(job, _as_ours(error))
-        self._crew.release(job, host)
+        finally:
+            work = None  # an error that is kept keeps this frame
+            self._crew.release(job, host)
 
     def _not_at_work(self, job: Job, host: Host, inner: Future[Any]) -> None:
         if inner.cancelled():
@@ -306,10 +321,10 @@ class ProcessorPool:
         except BrokenExecutor as error:
             if self._broke(job, host, executor, error):
                 return
-        except FastmmError as error:
-            self._fail(job, error)
+        except FastmmError as error:  # whose traceback would keep the frames of whoever called submit
+            self._fail(job, error.with_traceback(None))
         except Exception as error:
-            self._fail(job, ProcessorDied(f"the executor takes no requests: {type(error).__name__}: {error}"))
+            self._fail(job, ProcessorDied(f"the executor takes no requests: {error_text(error)}"))
         self._crossing.discard(trip)
         self._crew.release(job, host)
 
@@ -336,7 +351,7 @@ class ProcessorPool:
         if isinstance(reply, BrokenExecutor):
             return self._broke(job, host, executor, reply)
         if isinstance(reply, BaseException):
-            self._fail(job, ProcessorDied(f"the executor lost the request: {type(reply).__name__}: {reply}"))
+            self._fail(job, ProcessorDied(f"the executor lost the request: {error_text(reply)}"))
         elif job.done():
             self._crew.count("dropped")
         else:
@@ -368,7 +383,7 @@ class ProcessorPool:
             self._crew.count("resent")
             return self._crew.again(job, host)
         self._crew.count("died")
-        self._fail(job, ProcessorDied(f"the process that worked on request {job.rid!r} died: {error}"))
+        self._fail(job, ProcessorDied(f"the process that worked on request {job.rid!r} died: {error_text(error)}"))
         return False
 
     def _complete(self, job: Job, processed: Any) -> None:
@@ -382,34 +397,31 @@ class ProcessorPool:
             if self.store is not None:
                 self.store.park(job.rid, result)
         except BaseException as error:
+            work = processed = result = None
             self._crew.count("completed", -1)
             self._crew.count("failed")
-            job.set_exception(_as_ours(error))
+            job.set_exception(_without_locals(_as_ours(error)))
         else:
             job.set_result(result)
 
-    def _fail(self, job: Job, error: BaseException) -> None:
+    def _fail(self, job: Job, error: FastmmError) -> None:
         if self._crew.claim(job, "failed"):
             job.work = None
-            job.set_exception(error)
+            job.set_exception(_without_locals(error))
 
     # --- workers that are gone, or as good as -------------------------------------------------------------------------
 
-    def _watch(self, timeout: float) -> None:
-        """The watchdog. A request that begins after a look is due no earlier than `timeout` later: nobody need wake it."""
-        while True:
-            now = time.monotonic()
-            late, following = self._crew.late(now, self._elapsed)
-            for job, host in late:
-                self._crew.count("timeouts")
-                self._fail(job, ProcessorTimeout(f"request {job.rid!r} was at work for more than {timeout} s"))
-                try:
-                    self._give_up(job, host)
-                except Exception:  # of a method that a serving stack overrides: the others must not wait for ever
-                    _log.exception("a worker that hangs could not be replaced")
-            late = job = host = None  # type: ignore[assignment]  # nothing is kept while it waits
-            if self._over.wait(timeout if following is None else min(timeout, max(0.0, following - now))):
-                return
+    def _look(self) -> float | None:
+        """The watchdog's: gives up what is past its deadline; the next deadline."""
+        late, following = self._crew.late(time.monotonic(), self._elapsed)
+        for job, host in late:
+            self._crew.count("timeouts")
+            self._fail(job, ProcessorTimeout(f"request {job.rid!r} was at work for more than {self._timeout} s"))
+            try:
+                self._give_up(job, host)
+            except Exception:  # of a method that a serving stack overrides: the others must not wait for ever
+                _log.exception("a worker that hangs could not be replaced")
+        return following
 
     def _elapsed(self, job: Job) -> float | None:
         if self._crossing is None or self._crew.own:
@@ -452,9 +464,35 @@ class ProcessorPool:
                 thread.join(5.0)
 
 
+def _watch(pool: weakref.ref[ProcessorPool], timeout: float, over: threading.Event) -> None:
+    """The watchdog, which keeps no pool alive. A request that begins after a look is due no earlier than `timeout` later:
+    nobody need wake it."""
+    wait = timeout
+    while not over.wait(wait):
+        found = pool()
+        if found is None:
+            return
+        following = found._look()
+        del found
+        wait = timeout if following is None else min(timeout, max(0.0, following - time.monotonic()))
+
+
 def _as_ours(error: BaseException) -> FastmmError:
     if isinstance(error, FastmmError):
         return error
-    found = ProcessorError(f"{type(error).__name__}: {str(error)[:500]}")
+    found = ProcessorError(error_text(error))
     found.__cause__ = error
     return found
+
+
+def _without_locals(error: FastmmError) -> FastmmError:
+    """The error, whose tracebacks keep their lines and no variables: who keeps a failed future keeps no request."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            waiting += [found.__cause__, found.__context__]
+    return error

@@ -18,6 +18,7 @@ from ..errors import FastmmError, ProcessorError
 from .carry import Carrier, Parcel
 from .casting import cast_result
 from .contract import Budgets, Work
+from .words import error_text
 
 __all__ = ["Again", "Failure", "Spec", "load_both", "mark_of", "serve"]
 
@@ -131,12 +132,16 @@ def _known(key: str, spec: Spec | None) -> _Loaded | None:
 
 def as_failure(error: BaseException) -> Failure:
     """Plain data of an exception; what is not one of fastmm's becomes a `ProcessorError` that names it."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:]
-    if isinstance(error, FastmmError):
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-8000:]
+        text = text.encode("utf-8", "backslashreplace").decode()
+    except BaseException:  # it calls code of the exception, which may do anything
+        text = "(its traceback cannot be written)"
+    if isinstance(error, FastmmError) and isinstance(error.message, str):
         name = next((cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls), "FastmmError")
-        state = {k: v for k, v in vars(error).items() if v is None or isinstance(v, (str, int, float, bool))}
+        state = {k: v for k, v in vars(error).items() if v is None or type(v) in (str, int, float, bool)}
         return Failure(name, error.message, state, text)
-    return Failure("ProcessorError", f"{type(error).__name__}: {str(error)[:500]}", {}, text)
+    return Failure("ProcessorError", error_text(error), {}, text)
 
 
 def mark_of(reply: str) -> str:
