@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -127,3 +128,18 @@ async def test_what_progress_raises_ends_the_start(at):
             await client.start()
         with pytest.raises(TransportError):
             await client.add_request(text("count-1"))
+
+
+@within_limit
+async def test_a_start_that_is_cancelled_says_nothing_behind_its_callers_back():
+    loop, said = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: said.append(context))
+    client = AsyncEngineClient(startup_timeout=LIMIT)
+    starting = asyncio.ensure_future(client.start())
+    await asyncio.sleep(0.1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    del client, starting
+    gc.collect()
+    assert said == []

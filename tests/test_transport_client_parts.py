@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from support.clients import LIMIT, text
 
-from fastmm import Encoder, EngineCoreOutput, EngineCoreOutputs, EngineDead, UtilityFailed, UtilityOutput
+from fastmm import Encoder, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineDead, UtilityFailed, UtilityOutput
 from fastmm.errors import SchemaValueError
 from fastmm.schema import FinishReason, UtilityResult
+from fastmm.transport.connection import Watch
 from fastmm.transport.handshake import EngineInfo, engine_identity
+from fastmm.transport.large import is_large
 from fastmm.transport.registry import Call, Engine, Live, Registry
 from fastmm.transport.turns import Turns
 from fastmm.transport.waves import Start, Waves
@@ -394,3 +396,40 @@ def test_a_job_at_work_is_waited_for_even_if_cancelled_again_and_again():
         worker.close()
 
     asyncio.run(main())
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+class FrameOf:
+    """Of a connection that is only a number here."""
+
+    def __init__(self, fd: int, address: str) -> None:
+        self._known = {"__fd": fd, "Peer-Address": address}
+
+    def get(self, name: str) -> Any:
+        return self._known[name]
+
+
+def test_what_one_engine_says_under_anothers_number_ties_no_connection_to_that():
+    none = 1 << 20  # no descriptor of this process
+    watch = Watch((0, 1))
+    for rank in (0, 1):
+        watch.on_ready(rank, FrameOf(none + rank, f"0:0:{100 + rank}"))
+    watch.on_output(0, FrameOf(none + 3, "0:0:101"))
+    assert watch.lost_output(none + 3) is None
+    watch.on_output(0, FrameOf(none + 2, "0:0:100"))
+    assert watch.learning
+    watch.on_output(1, FrameOf(none + 3, "0:0:101"))
+    assert not watch.learning
+    assert [watch.lost_output(none + 2), watch.lost_output(none + 3)] == [0, 1]
+
+
+# --- what is large ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_large_by_its_prompt_too():
+    assert not is_large(text("1", ids=range(1000)))
+    assert is_large(text("1", ids=range(1 << 19)))
+    assert not is_large(text("1", ids=range(1 << 19)), 8 << 20)
+    assert not is_large(EngineCoreRequest("1", None))

@@ -100,7 +100,7 @@ class Addressing:
         self._advertise = advertise
         self._directory: PrivateDirectory | None = None
         others = None
-        if handshake is not None and handshake.startswith("tcp://"):
+        if isinstance(handshake, str) and handshake.startswith("tcp://"):
             tcp = parse_tcp(handshake)
             others = None if tcp.loopback else str(tcp._replace(port=0))
         self._given = {"handshake": handshake, "input": input or others, "output": output or others}

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import zmq
 
-from ..errors import Overloaded, TransportError, TransportTimeout
+from ..errors import Overloaded, SchemaError, TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .aio_live import AsyncCall, AsyncLive
 from .connection import receive_frames, send_frames
@@ -140,6 +140,8 @@ class AsyncEngineClient(ClientCore):
     """
 
     def __init__(self, handshake: str | None = None, *, inline_nbytes: int = INLINE_NBYTES, **options: Any) -> None:
+        if isinstance(inline_nbytes, bool) or not isinstance(inline_nbytes, int) or inline_nbytes < 0:
+            raise SchemaError(f"expected a number of bytes for inline_nbytes, got {inline_nbytes!r:.40}")
         self._inline_nbytes = inline_nbytes
         super().__init__(handshake, **options)
 
@@ -236,6 +238,8 @@ class AsyncEngineClient(ClientCore):
         loop = asyncio.get_running_loop()
         if self._started is not None and self._started.get_loop() is loop:
             await asyncio.wait([self._started])
+            if not self._started.cancelled():
+                self._started.exception()  # whoever called start() and was cancelled does not want to know
         if self._loop is not None and not self._loop.is_closed():
             for descriptor in self._readers:
                 self._loop.remove_reader(descriptor)

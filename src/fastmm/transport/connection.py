@@ -77,6 +77,9 @@ class Watch:
         if fd is None:
             self.learning = False
         elif rank in self._ranks:
+            known = self._peers.get(rank)
+            if known is not None and known != peer(frame):
+                return  # what another peer says under this engine's number must not bury this engine when that peer ends
             self._outputs[fd] = rank
             self._inodes[fd] = inode(fd)
             self.learning = len(set(self._outputs.values())) < len(self._ranks)

@@ -26,6 +26,7 @@ from .connection import COPIED_NBYTES, Connection, Watch, disconnected, send_fra
 from .control import ABORT, ADD, START_DP_WAVE, abort_message, is_engine_dead, start_dp_wave_message, utility_message
 from .handshake import EngineInfo
 from .lifetime import Ledger
+from .options import check_callable, check_group, check_heartbeat, check_seconds
 from .registry import Call, Engine, Live, Registry
 from .waves import Start, Waves
 
@@ -125,6 +126,14 @@ class ClientCore:
         advertise: str | None = None,
         linger: float = 1.0,
     ) -> None:
+        check_group(engines, parallel_config, coordinator)
+        check_heartbeat(heartbeat)
+        check_seconds("startup_timeout", startup_timeout)
+        check_seconds("linger", linger)
+        if silence_timeout is not None:
+            check_seconds("silence_timeout", silence_timeout, zero=False)
+        check_callable("progress", progress)
+        check_callable("on_outputs", on_outputs)
         self._addressing = Addressing(handshake, input, output, allow_remote=allow_remote, advertise=advertise)
         self._expected = engines
         self._startup_timeout = startup_timeout
@@ -132,6 +141,7 @@ class ClientCore:
         self._dtype = dtype
         self._encoding: dict[str, Any] = {"inplace": inplace, "threshold": threshold, "dedup": dedup, "hook": hook}
         self._profile = as_profile(profile)
+        Encoder(dtype=None if isinstance(dtype, str) and dtype == "engine" else dtype, **self._encoding)  # to check them
         if heartbeat is None:
             heartbeat = _HEARTBEAT_S if self._addressing.tcp else False
         self._heartbeat = heartbeat or None
