@@ -162,6 +162,7 @@ def test_a_processor_that_kills_every_worker_is_one_failed_request(client, execu
     with ProcessorPool(Obedient, executor=executor, workers=1, store=ResultStore()) as pool:
         with pytest.raises(ProcessorError, match="KilledWorker"):
             pool.submit(work("a", "die")).result(LONG)
+        assert pool.counters["died"] == 1
         make_whole(client)
         pool.submit(work("b")).result(LONG)
         assert sorted(pool.store.drain()) == ["b"]

@@ -345,6 +345,37 @@ if __name__ == "__main__":
     assert not [name for name in os.listdir("/dev/shm") if f"-{parent.pid}-" in name]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_program_that_forgets_to_shut_down_ends_all_the_same(tmp_path, hangs):
+    source = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from fastmm.processors import ProcessorPool, Work
+from support.processors import Gate, Obedient
+import numpy as np
+if __name__ == "__main__":
+    pool = ProcessorPool(Obedient, executor="processes", workers=2)
+    image = np.zeros((4, 4, 3), np.uint8)
+    print(pool.submit(Work(request_id="a", images=[image])).result(60).prompt_token_ids[-1])
+    if sys.argv[3] == "True":
+        gate = Gate(Path(sys.argv[2]))
+        pool.submit(Work(request_id="b", text=gate.text, images=[image]))
+        print(gate.begun())
+"""
+    path = tmp_path / "forgetful.py"
+    path.write_text(source)
+    child = subprocess.run(
+        [sys.executable, str(path), str(Path(__file__).parent), str(tmp_path / "gate"), str(hangs)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert child.returncode == 0, child.stderr
+    for pid in child.stdout.split():
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+
+
 # --- hangs, cancel, shutdown ------------------------------------------------------------------------------------------
 
 

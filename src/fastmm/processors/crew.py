@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -121,6 +122,7 @@ class Crew:
         self._counts = dict.fromkeys(
             ("submitted", "completed", "failed", "cancelled", "refused", "timeouts", "died", "resent", "dropped", "replaced"), 0
         )
+        _crews.add(self)
         if given is not None:
             self._hosts.append(Host(given, 0, workers))
             self._idle.extend(self._hosts * workers)
@@ -428,3 +430,26 @@ class Crew:
             if isinstance(host.executor, executors.DaemonThreadExecutor):
                 host.executor.shutdown(wait=False)
         return not closed and self.own and bool(hosts)
+
+    def kill(self) -> None:
+        """The program ends: processes of the pool's own end now, whatever they do."""
+        self._closed = True
+        hosts, self._hosts = self._hosts, []
+        if self.own and self._ready is not None:
+            for host in hosts:
+                for pid in executors.processes_of(host.executor):
+                    executors.kill_process(pid)
+
+
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    for crew in list(_crews):
+        crew.kill()
+
+
+# Before concurrent.futures waits for its processes, as it does at the end of a program: one that hangs would keep that from
+# ending. Its own hook was registered when it was imported, and the last one registered is called first. The standard library
+# has no public name for this; without it there is only the wait.
+getattr(threading, "_register_atexit", lambda hook: None)(_at_exit)

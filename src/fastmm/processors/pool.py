@@ -351,6 +351,7 @@ class ProcessorPool:
         if isinstance(reply, BrokenExecutor):
             return self._broke(job, host, executor, reply)
         if isinstance(reply, BaseException):
+            self._crew.count("died")
             self._fail(job, ProcessorDied(f"the executor lost the request: {error_text(reply)}"))
         elif job.done():
             self._crew.count("dropped")
