@@ -18,6 +18,7 @@ from support.clients import LIMIT, text
 from fastmm import Encoder, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineDead, UtilityFailed, UtilityOutput
 from fastmm.errors import SchemaValueError
 from fastmm.schema import FinishReason, UtilityResult
+from fastmm.transport import connection
 from fastmm.transport.connection import Watch
 from fastmm.transport.handshake import EngineInfo, engine_identity
 from fastmm.transport.large import is_large
@@ -423,6 +424,25 @@ def test_what_one_engine_says_under_anothers_number_ties_no_connection_to_that()
     watch.on_output(1, FrameOf(none + 3, "0:0:101"))
     assert not watch.learning
     assert [watch.lost_output(none + 2), watch.lost_output(none + 3)] == [0, 1]
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_an_exception_between_two_frames_leaves_no_half_message_behind(monkeypatch, at):
+    class Interrupt(BaseException):
+        pass
+
+    sent: list[Any] = []
+
+    def send(socket: Any, frame: Any, flags: int, copy: bool) -> None:
+        sent.append((bytes(frame), flags))
+        if len(sent) == at:
+            raise Interrupt  # as a handler does when the call is over
+
+    monkeypatch.setattr(connection, "_send", send)
+    with pytest.raises(Interrupt):
+        connection.send_frames(None, [b"1", b"2", b"3", b"4"])  # type: ignore[arg-type]
+    assert [frame for frame, _ in sent] == [b"1", b"2", b"3", b"4"]
+    assert [bool(flags) for _, flags in sent] == [True, True, True, False]
 
 
 # --- what is large ----------------------------------------------------------------------------------------------------

@@ -266,13 +266,16 @@ class EngineClient(ClientCore):
                 frames = ticket.parcels(frames)
             with self._lock:
                 self._send_request(live, frames)
+            return Outputs(self, live)
         except Ended:
-            pass  # the iterator tells
+            return Outputs(self, live)  # which tells
         except BaseException:
             with self._lock:
-                self._registry.drop(live)
+                if live.sent:  # a signal's handler raised
+                    self._tell_aborts(self._registry.abort([live]))
+                else:
+                    self._registry.drop(live)
             raise
-        return Outputs(self, live)
 
     add_request = generate
 

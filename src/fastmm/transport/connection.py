@@ -272,9 +272,18 @@ _MORE = int(zmq.SNDMORE)
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
     """Send a message. ZMQ copies small frames, and keeps large ones until they are sent."""
-    last = len(frames) - 1
-    for index, frame in enumerate(frames):
-        _send(socket, frame, _MORE if index < last else 0, len(frame) < COPIED_NBYTES)
+    calls = [(socket, frame, _MORE, len(frame) < COPIED_NBYTES) for frame in frames]
+    calls[-1] = (socket, frames[-1], 0, calls[-1][3])
+    left = iter(calls)
+    try:
+        for call in left:  # with nothing else to call, so that whatever raises, this frame was sent
+            _send(*call)
+    except zmq.ZMQError:  # refused, with its first frame
+        raise
+    except BaseException:  # a signal's handler raised: the next message would be taken for the rest of half a message
+        for call in left:
+            _send(*call)
+        raise
 
 
 def receive_frames(socket: zmq.Socket[bytes], flags: int = 0) -> list[zmq.Frame]:
