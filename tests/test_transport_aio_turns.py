@@ -143,3 +143,12 @@ async def test_a_start_that_is_cancelled_says_nothing_behind_its_callers_back():
     del client, starting
     gc.collect()
     assert said == []
+
+
+@within_limit
+async def test_the_id_of_an_iterator_that_was_dropped_is_free_at_once():
+    async with driven() as (client, _):
+        for _ in range(20):
+            async for output in client.generate(text("hang-1")):
+                assert output.new_token_ids == [7]
+                break

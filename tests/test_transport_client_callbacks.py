@@ -153,3 +153,27 @@ def test_a_stray_of_an_engines_name_that_comes_and_goes_does_not_end_the_startup
             assert client.alive == (0,)
             assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
             client.close()
+
+
+def test_the_id_of_an_iterator_that_was_dropped_is_free_at_once():
+    with driven() as (client, _):
+        for _ in range(20):
+            for output in client.generate(text("hang-1")):
+                assert output.new_token_ids == [7]
+                break
+        assert client.counters["live"] <= 1
+
+
+def test_an_ipc_address_where_somebody_listens_is_not_taken_away(tmp_path):
+    address = f"ipc://{tmp_path}/handshake"
+    first = EngineClient(address, startup_timeout=LIMIT)
+    first.bind()
+    second = EngineClient(address)
+    with pytest.raises(TransportError, match="listens"):
+        second.bind()
+    with raw_engine(address), first:
+        assert tokens(first.generate(text("count-1"))) == [0, 1, 2]
+    (tmp_path / "handshake").unlink(missing_ok=True)
+    (tmp_path / "handshake").touch()  # what a process left that was killed
+    second.bind()
+    second.close()

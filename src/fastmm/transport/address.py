@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import shutil
+import socket as stdlib_socket
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -163,7 +164,19 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
                 tcp = tcp._replace(host="127.0.0.1")  # libzmq 4.3.4 binds no names
             socket.ipv6 = ":" in tcp.host
             address = str(tcp)
+        elif _is_listening(address.removeprefix("ipc://")):  # libzmq would take the path away from whoever is there
+            raise TransportError(f"cannot bind {address}: somebody listens there")
         socket.bind(address)
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         raise TransportError(f"cannot bind {address}: {error.strerror}") from None
+
+
+def _is_listening(path: str) -> bool:
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -154,6 +155,7 @@ class AsyncEngineClient(ClientCore):
         self._send_lock = threading.Lock()
         self._end_lock = threading.Lock()
         self._queued = 0  # how much the worker has to send: while that is nothing, small requests may leave from the loop
+        self._abandoned: deque[AsyncLive] = deque()  # iterators that were dropped
         self._stuck = False  # whether the worker waits for room
         self._impatient: set[Job] = set()  # what the worker has to send, and must not wait for room
         self._progress_error: BaseException | None = None
@@ -306,6 +308,8 @@ class AsyncEngineClient(ClientCore):
         self._check_loop()
         deadline = None if timeout is None else time.monotonic() + timeout
         live = AsyncLive(request_id_of(request))
+        if self._abandoned:  # their ids are free
+            self._abort_abandoned()
         self._admit(live, request)
         outputs._live = live
         try:
@@ -446,7 +450,12 @@ class AsyncEngineClient(ClientCore):
     def _abandon(self, live: AsyncLive) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._abort, [live])
+                self._abandoned.append(live)
+                self._loop.call_soon_threadsafe(self._abort_abandoned)
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self._abort([self._abandoned.popleft()])
 
     # --- utility calls ----------------------------------------------------------------------------------------------
 

@@ -258,6 +258,8 @@ class EngineClient(ClientCore):
         live = _Live(request_id_of(request))
         with self._lock:
             self._check_open()
+            if self._abandoned:  # their ids are free
+                self._abort_abandoned()
             self._admit(live, request)
         try:
             frames = self._encode(live, request)
@@ -290,6 +292,12 @@ class EngineClient(ClientCore):
         with self._lock:
             if self._closed is None:
                 self._tell_aborts(self._registry.abort(lives))
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            live = self._abandoned.popleft()
+            if self._closed is None:
+                self._tell_aborts(self._registry.abort([live]))
 
     def _abandon(self, live: _Live) -> None:
         self._abandoned.append(live)
@@ -450,8 +458,8 @@ class EngineClient(ClientCore):
             if self._wake_fd in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                while self._abandoned:
-                    self._abort([self._abandoned.popleft()])
+                with self._lock:
+                    self._abort_abandoned()
             if connection.input_monitor in ready or connection.output_monitor in ready:
                 with self._lock:
                     self._look_at_connections(time.monotonic())
