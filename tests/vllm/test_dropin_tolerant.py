@@ -227,6 +227,52 @@ def test_what_begins_as_a_utility_call_and_is_none_or_has_no_caller_is_dropped(t
     assert {}.keys().isdisjoint(ids)  # read as ids of requests, they can be looked up
 
 
+ODD = [5, None, "ab", {"a": 1}, [[1]], [0, 1, "m"], [0, 1, "m", 5], [0, 1, "m", [], 1], [0, 1, 2, []], ["a", 1], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", [ABORT, UTILITY, WAVE, b"\x04"])
+def test_a_message_that_is_not_of_the_kind_that_its_type_says_is_dropped(kind, thread, log):
+    thread.engine.ignore_start_dp_wave = False
+    odd = [*ODD, [0, 9, "is_sleeping", []]] if kind != UTILITY else [*ODD, ["a", "b"], ["a", "b", "c", "d"], [True, 9, "x", []]]
+    for message in odd:
+        thread.send(kind, msgpack.packb(message))
+        taken_kind, taken = thread.takes()
+        thread.engine._handle_client_request(taken_kind, taken)
+        while not thread.engine.aborts_queue.empty():
+            assert {}.keys().isdisjoint(thread.engine.aborts_queue.get_nowait())
+        while not thread.engine.output_queue.empty():  # its call id could be read
+            assert kind == UTILITY
+            assert thread.engine.output_queue.get_nowait()[1].utility_output.failure_message
+        assert thread.lives(), message
+    assert log.text.count("fastmm: ") == len(odd)
+
+
+def test_the_call_that_the_input_thread_answers_itself_is_dropped_when_its_arguments_are_not_its_own(thread):
+    method = getattr(core, "FT_UTILITY_METHOD", None)
+    for arguments in ([], [5], [{}], [{"a": 1}]) if method else ():
+        thread.send(UTILITY, msgpack.packb([0, 9, method, arguments]))
+        thread.engine._handle_client_request(*thread.takes())
+        assert thread.engine.output_queue.get(timeout=WAIT)[1].utility_output.call_id == 9
+        assert thread.lives()
+
+
+def test_waves_and_aborts_of_every_kind_that_vllm_sends_get_through(thread):
+    for kind, message in ((WAVE, (3, None)), (WAVE, (3, 1)), (ABORT, []), (ABORT, ["a"]), (ABORT, list("abcd"))):
+        thread.send(kind, msgspec.msgpack.encode(message))
+        taken_kind, taken = thread.takes()
+        assert (taken_kind.value, taken) == (kind, list(message))
+
+
+@pytest.mark.parametrize("client_index", [1, 99, -1])
+def test_nothing_is_sent_to_a_client_that_does_not_exist(client_index, thread, log):
+    thread.engine.add_request = lambda *_: pytest.fail("added")
+    for kind, message in ((ADD, request("r-1", client_index)), (UTILITY, (client_index, 9, "is_sleeping", ()))):
+        thread.send(kind, *frames_of(message))
+        thread.engine._handle_client_request(*thread.takes())
+        assert thread.lives()
+    assert log.text.count(f"a message of client {client_index} is dropped: there are 1") == 2
+
+
 @pytest.mark.parametrize("kind", [b"\x63", b"", b"READ", b"\x00\x00"])
 def test_a_message_of_an_unknown_type_is_dropped(kind, thread, log):
     for frames in ([], [b"\xc1"], frames_of(["r-1"])):

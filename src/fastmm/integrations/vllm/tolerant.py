@@ -8,8 +8,10 @@ be decoded is logged and dropped. It works through vLLM's own road for requests 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
+from fastmm.errors import DecodeError
 from fastmm.transport.salvage import salvage_call, salvage_request
 
 from . import counters
@@ -62,6 +64,15 @@ def tolerant(decoder: Any) -> Any:
             self._tolerates = (t is None or self._requests) and prepare_core()
             fields = getattr(t, "__struct_fields__", ())
             self._client_index_position = fields.index("client_index") if self._requests else 0
+            if self._tolerates and not self._requests:
+                decode = self.decode
+                self.__dict__["decode"] = lambda bufs: self._decode_as_asked(decode, bufs)
+
+        def _decode_as_asked(self, decode: Any, bufs: Any) -> Any:
+            message = decode(bufs)
+            if type(message) is BrokenCall or message is DROPPED or not (wanted := misfit(message)):
+                return message
+            return self._tolerate(DecodeError(f"expected {wanted}"), bufs)
 
         def _tolerate(self, error: Exception, bufs: Any) -> Any:
             if not self._tolerates:
@@ -108,6 +119,44 @@ def main_frame(bufs: Any) -> memoryview | None:
         return memoryview(bufs[0] if isinstance(bufs, (list, tuple)) else bufs)
     except Exception:  # no frame at all, or none that is memory
         return None
+
+
+def misfit(message: Any) -> str | None:
+    """What was expected, when a message that can be decoded is not of the kind that its type promises; else None.
+
+    vLLM takes such a message apart in its input thread, or in its main loop, and either ends with it.
+    """
+    kind = type_being_read()
+    if kind == "UTILITY":
+        fits = type(message) is list and [type(part) for part in message] == [int, int, str, list]
+        fits = fits and (message[2] != getattr(sys.modules[CORE], "FT_UTILITY_METHOD", None) or _is_repair(message[3]))
+        return None if fits else "a utility call: client index, call id, method, arguments"
+    if kind == "ABORT":
+        fits = type(message) is list and all(type(part) is str for part in message)
+        return None if fits else "an abort: a list of ids"
+    if kind == "START_DP_WAVE":
+        kinds = [type(part) for part in message] if type(message) is list else []
+        return None if kinds in ([int, int], [int, type(None)]) else "a wave: its number and an engine's index"
+    return "anything but this type, which is for the engine's own queue" if kind == "EXECUTOR_FAILED" else None
+
+
+def _is_repair(arguments: list[Any]) -> bool:
+    """Arguments of the one call that the input thread itself answers."""
+    try:
+        import_module("vllm.v1.fault_tolerance.engine_core_sentinel").FaultToleranceRequest(**arguments[0])
+    except Exception:
+        return False
+    return True
+
+
+def type_being_read() -> str:
+    """The type of the message that vLLM's input thread is reading: it is in a variable there and nowhere else."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "process_input_sockets":
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return getattr(frame.f_locals.get("request_type"), "name", "")
 
 
 def core_misfits(core: Any) -> list[str]:
@@ -159,11 +208,30 @@ def _dropping(method: Any) -> Any:
     def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
         if type(request) is BrokenCall:
             fail_call(self, request_type, request)
-        elif request is not DROPPED:
+        elif request is not DROPPED and not is_nobodys(self, request_type, request):
             method(self, request_type, request)
 
     setattr(_handle_client_request, _SEEN, True)
     return _handle_client_request
+
+
+def is_nobodys(engine: Any, request_type: Any, request: Any) -> bool:
+    """Whether a request or call is of a client that does not exist: what is sent to it ends vLLM's output thread."""
+    try:
+        known = len(engine.addresses.outputs)
+        if request_type.name == "UTILITY":
+            client_index = request[0]
+        elif request_type.name == "ADD":
+            client_index = request[0].client_index
+        else:
+            return False
+        if 0 <= client_index < known:
+            return False
+    except (AttributeError, TypeError, IndexError):  # an engine without clients, or of another make
+        return False
+    counters.add(counters.dropped)
+    warn("dropped", "fastmm: a message of client %d is dropped: there are %d", client_index, known)
+    return True
 
 
 def answer(engine: Any, broken: Broken) -> None:
