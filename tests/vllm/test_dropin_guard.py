@@ -8,6 +8,7 @@ import torch
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, UtilityOutput
 from vllm.v1.serial_utils import OOBTensorConsumer, UtilityResult
 
+from fastmm.errors import FastmmError
 from fastmm.integrations.vllm import codec, compare, counters, guard, trial
 from fastmm.integrations.vllm import log as log_module
 from fastmm.integrations.vllm.originals import VllmDecoder, VllmEncoder
@@ -209,3 +210,25 @@ def test_the_classes_are_vllms_to_those_who_ask():
     assert (decoder.share_mem, decoder.oob_tensor_provider) == (False, None)
     assert guard.GuardedDecoder(EngineCoreRequest).share_mem
     assert torch.equal(guard.GuardedDecoder(torch.Tensor).decode(received(encoder.encode(torch.arange(9)))), torch.arange(9))
+
+
+@pytest.mark.parametrize(
+    "secret", ["hunter2secret", "it's a secret", 'a "secret"', 'it\'s "a" secret', "\\' secret", "secret" * 100]
+)
+def test_no_value_is_in_an_errors_words(secret):
+    for error in (
+        msgspec.ValidationError(f"Invalid enum value '{secret}' - at `$[3]`"),
+        FastmmError(f"expected a name, got {secret + ' and more'!r} and {secret + ' again'!r}"),
+        caused(codec.MalformedMessageError(f"KeyError: {secret!r}"), KeyError(secret)),
+        ValueError(secret),
+    ):
+        assert "secret" not in log_module.describe(error)
+    assert "Invalid enum value '...' - at `$[3]`" in log_module.describe(
+        msgspec.ValidationError(f"Invalid enum value '{secret}' - at `$[3]`")
+    )
+    assert log_module.describe(FastmmError("expected 'float32', got 'float99'")).endswith("expected 'float32', got 'float99'")
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
