@@ -5,6 +5,7 @@ import inspect
 import threading
 from collections import UserDict
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 
 import msgspec
 import numpy as np
@@ -456,6 +457,41 @@ def test_a_subclass_may_replace_a_hook(codec):
     value = Tensors("r", [torch.ones(3)])
     (tensor,) = Decoder(Tensors).decode(codec.Encoder().encode(value)).tensors
     assert len(tensor) == 7
+
+
+@both
+def test_a_subclass_may_replace_a_helper(codec):
+    class Encoder(codec.Encoder):
+        def _encode_tensor(self, obj):
+            return "replaced"
+
+    class Decoder(codec.Decoder):
+        def _decode_tensor(self, arr):
+            return torch.zeros(7)
+
+    item = MultiModalKwargsItem({"k": MultiModalFieldElem(data=torch.ones(1000), field=MultiModalBatchedField())})
+    frames = Encoder().encode([torch.ones(1000), item])
+    assert codec.Decoder().decode(frames) == [
+        "replaced",
+        {"k": {"data": "replaced", "field": ["batched", {"keep_on_cpu": False}]}},
+    ]
+    assert Encoder().encode_into(torch.ones(1000), bytearray())[0] == b"\xa8replaced"
+    assert len(Decoder(list[torch.Tensor]).decode(codec.Encoder().encode([torch.ones(3)]))[0]) == 7
+    assert len(Decoder(torch.Tensor).decode(codec.Encoder().encode(torch.ones(3)))) == 7
+    assert len(Decoder(MultiModalKwargsItem).decode(codec.Encoder().encode(item))["k"].data) == 7
+    array = Decoder(np.ndarray).decode(codec.Encoder().encode(np.arange(1000)))
+    assert array.tolist() == list(range(1000))
+
+
+@pytest.mark.parametrize("zone", [timezone.utc, timezone(timedelta(hours=-3, minutes=7))])
+@pytest.mark.parametrize("insecure", ["0", "1"])
+def test_dates_with_a_zone_are_written_as_vllm_writes_them(zone, insecure, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", insecure)
+    for year in (1, 1969, 1970, 2020, 2300, 9999):
+        value = {"a": [datetime(year, 2, 3, 4, 5, 6, 7, tzinfo=zone)]}
+        encoder = MsgpackEncoder()
+        assert encoder.encode(value) == CODECS["vllm"].Encoder().encode(value)
+        assert encoder.counters["messages_left"] == 0
 
 
 @both

@@ -13,6 +13,8 @@ from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
+from msgpack import Timestamp
+
 from fastmm.errors import EncodeError, FastmmError, SchemaError
 from fastmm.schema.profile import PROFILES
 
@@ -372,7 +374,10 @@ cdef int write_made(Message m, object obj, object make, str verb, int mode) exce
     except Exception as error:
         foreign(m, error, f"{verb} a {type_name(obj)},")
     m.payload.held.append(value)
-    write_value(m, value, mode)
+    if make is not m.hook and type(value) is Timestamp:
+        write_ext(m, value)  # a date's; one that somebody made himself is a matter for vLLM's hook
+    else:
+        write_value(m, value, mode)
     leave(m)
     return 0
 

@@ -7,6 +7,7 @@ Both classes have vLLM's class as their second base: whatever this module does n
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -46,8 +47,8 @@ class MsgpackEncoder(VllmEncoder, _TheirEncoder):  # type: ignore[misc]
 
     def __init__(self, size_threshold: int | None = None, oob_tensor_consumer: Any = None) -> None:
         _TheirEncoder.__init__(self, size_threshold, oob_tensor_consumer)
-        replaced = type(self).enc_hook is not _TheirEncoder.enc_hook
-        VllmEncoder.__init__(self, self.size_threshold, oob_tensor_consumer, passive=replaced)
+        replaced = _replaced(type(self), MsgpackEncoder, _TheirEncoder)
+        VllmEncoder.__init__(self, self.size_threshold, oob_tensor_consumer, passive=bool(replaced))
 
 
 class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
@@ -71,12 +72,15 @@ class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
     def __init__(self, t: Any = None, share_mem: bool = True, oob_tensor_provider: Any = None) -> None:
         _TheirDecoder.__init__(self, t, share_mem, oob_tensor_provider)
         self._options = (t, share_mem, oob_tensor_provider)
-        own_hooks = type(self).dec_hook is MsgpackDecoder.dec_hook and type(self).ext_hook is MsgpackDecoder.ext_hook
+        replaced = _replaced(type(self), MsgpackDecoder, _TheirDecoder)
+        if replaced and "dec_hook" not in replaced:  # vLLM's hook asks for the methods that somebody replaced
+            hook = partial(_TheirDecoder.dec_hook, self)
+            self.decoder = msgspec.msgpack.Decoder(Any if t is None else t, dec_hook=hook, ext_hook=self.ext_hook)
         VllmDecoder.__init__(
             self,
             self.decoder.decode,
             t,
-            **(_cuts(t) if own_hooks else {}),
+            **({} if replaced else _cuts(t)),
             tensor_class=torch.Tensor,
             array_class=np.ndarray,
         )
@@ -104,6 +108,12 @@ class MsgpackDecoder(VllmDecoder, _TheirDecoder):  # type: ignore[misc]
                 error.message, path=error.path, frame=getattr(error, "frame", None), offset=getattr(error, "offset", None)
             )
         return MalformedMessageError(f"{type(error).__name__}: {error}")
+
+
+def _replaced(cls: Any, ours: Any, theirs: Any) -> set[str]:
+    """The hooks and helpers of vLLM's class that a subclass of ours has of its own: they are to be asked, as in vLLM."""
+    names = [name for name in vars(theirs) if name.endswith("_hook") or name.startswith(("_encode_", "_decode_"))]
+    return {name for name in names if getattr(cls, name) is not getattr(ours, name)}
 
 
 _FIELDS: dict[str, Any] = {
