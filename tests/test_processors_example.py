@@ -97,3 +97,22 @@ def test_a_type_checker_takes_it_for_a_processor(environment, tmp_path):
     )
     ended = run(environment, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "uses.py", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_demo_says_which_processors_it_can_show(environment, tmp_path):
+    (tmp_path / "other.py").write_text(
+        "import numpy as np\n"
+        "from fastmm.processors import *\n"
+        "class Other:\n"
+        "    schema = None\n"
+        "    def process(self, work, tokenizer):\n"
+        "        item = ProcessedItem(modality='image', features={'pixels': np.zeros(3)}, hash='h', spans=[(0, 0)])\n"
+        "        return Processed(prompt_token_ids=[1, 2], items=[item])\n"
+    )
+    from PIL import Image
+
+    Image.new("RGB", (60, 60)).save(tmp_path / "black.png")
+    ended = run(environment, "-m", "fastmm", "demo", "black.png", "--processor", "other:Other", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "image_grid_thw and pixel_values; this one makes pixels" in ended.stderr
+    assert "Traceback" not in ended.stderr

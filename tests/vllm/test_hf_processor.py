@@ -325,6 +325,29 @@ def test_a_photograph_cut_short_is_an_error_of_its_request():
         HfProcessor(llava()).request("<image>", images=[data[: len(data) // 2]])
 
 
+@pytest.mark.parametrize(
+    "image", [np.zeros((20, 20), np.uint8), np.zeros((0, 5, 3), np.uint8), np.zeros(9), Image.new("RGB", (0, 0))]
+)
+def test_what_is_no_image_is_an_error_without_its_pixels(image):
+    with pytest.raises(ProcessorError, match="expected an image"):
+        HfProcessor(llava()).request("<image>", images=[image])
+
+
+def test_a_failure_of_the_processor_names_the_item_and_keeps_its_message_to_the_cause():
+    class Failing(Rows):
+        def __call__(self, *args: Any, **options: Any) -> dict[str, Any]:
+            raise ValueError(f"cannot use {options['images']}")
+
+    with pytest.raises(ProcessorError, match=r"^images\[0\]: Failing failed on it \(ValueError\)$") as caught:
+        HfProcessor(Failing()).request("<image>", images=files(1))
+    assert "cannot use" in str(caught.value.__cause__)
+
+
+def test_what_cannot_be_loaded_says_so(tmp_path):
+    with pytest.raises(ProcessorError, match="cannot be loaded"):
+        HfProcessor.from_pretrained(str(tmp_path / "nowhere"))
+
+
 # --- loading and hashes -----------------------------------------------------------------------------------------------
 
 

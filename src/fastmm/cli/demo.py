@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processor",
         metavar="NAME",
-        help="let an installed processor make the request, in a pool: an entry point of fastmm.processors, or module:attribute",
+        help="let a processor make the request, in a pool: an entry point of fastmm.processors, or module:attribute, that "
+        "makes Qwen2-VL's patches (such as examples/patch-processor)",
     )
     parser.add_argument("--keep-frames", type=Path, metavar="DIR", help="also write each frame to a file, for fastmm inspect")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -15,6 +15,9 @@ from fastmm.processors import Processed, ProcessorPool, Work, load_processor, to
 from .errors import CommandError
 from .request import IMAGE_PAD, VISION_END, VISION_START, WORDS, leaf_of
 
+# What the second process paints from, and compares.
+NEEDED = {"pixel_values", "image_grid_thw"}
+
 
 class Processing:
     """A pool over the processor of a name, for the block of a ``with``.
@@ -35,6 +38,7 @@ class Processing:
         except fastmm.FastmmError as error:
             raise CommandError(f"--processor {name}: {error}") from None
         self._pool = ProcessorPool(processor, workers=2)
+        self._name = name
         self._paths = paths
         self._files = [path.read_bytes() for path in paths]
         self._tensors = tensors
@@ -56,6 +60,12 @@ class Processing:
             prefetched=self._files,
         )
         processed: Processed = await self._pool.asubmit(work)
+        for item in processed.items:
+            if set(item.features) != NEEDED:
+                raise CommandError(
+                    f"--processor {self._name}: the demo paints Qwen2-VL's patches, so it takes processors that make"
+                    f" {' and '.join(sorted(NEEDED))}; this one makes {', '.join(sorted(item.features)) or 'nothing'}"
+                )
         items = [dataclasses.replace(item, features=self._shown(item.features)) for item in processed.items]
         return to_request(dataclasses.replace(processed, items=items), name, fastmm.SamplingParams(max_tokens=64))
 

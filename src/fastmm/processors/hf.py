@@ -19,6 +19,7 @@ from .contract import Budgets, Field, Layout, Media, MediaKind, Processed, Proce
 from .media import open_image
 from .request import to_request
 from .run import process_work
+from .words import error_text
 
 __all__ = ["HfProcessor"]
 
@@ -130,12 +131,24 @@ class HfProcessor:
             As there.
         **options
             Arguments of `HfProcessor`.
+
+        Raises
+        ------
+        CompatError
+            transformers, or a package that this processor needs (often torchvision), is not installed.
+        ProcessorError
+            It is not there, or cannot be loaded.
         """
         try:
             import transformers
         except ImportError:
             raise CompatError("transformers is not installed") from None
-        hf = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        try:
+            hf = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ImportError as error:  # many processors need torchvision
+            raise CompatError(f"the processor of {path!r} needs another package: {error_text(error)}") from error
+        except Exception as error:
+            raise ProcessorError(f"the processor of {path!r} cannot be loaded: {error_text(error)}") from error
         return cls(hf, **options)
 
     # --- what a subclass may change -----------------------------------------------------------------------------------
@@ -308,9 +321,9 @@ class HfProcessor:
             if isinstance(text, int):
                 assert self.tokenizer is not None
                 text = self.tokenizer.convert_ids_to_tokens(text)
-            made = dict(self.hf(text=[text], **{ARGUMENTS[modality]: [loaded]}, add_special_tokens=False, **arguments))
+            made = self._call(path, text=[text], **{ARGUMENTS[modality]: [loaded]}, add_special_tokens=False, **arguments)
         else:
-            made = dict(self.hf([loaded], **arguments))
+            made = self._call(path, [loaded], **arguments)
         dropped = self.drop | TEXT_KEYS if self.whole else self.drop
         features: dict[str, Any] = {}
         fields: dict[str, Field] = {}
@@ -333,6 +346,12 @@ class HfProcessor:
         else:
             chunk = [token] * self._tokens_of_grid(modality, features)
         return chunk, features, fields, extra
+
+    def _call(self, path: str, *args: Any, **arguments: Any) -> dict[str, Any]:
+        try:
+            return dict(self.hf(*args, **arguments))
+        except Exception as error:  # its message may hold pixels: the cause has it, the error has not
+            raise ProcessorError(f"{type(self.hf).__name__} failed on it ({type(error).__name__})", path=path) from error
 
     def _field(self, key: str, value: Any, made: Mapping[str, Any], path: str) -> Field:
         if key in self.fields:
@@ -434,7 +453,12 @@ def load_image(media: Media) -> Any:
     """An image upright and in RGB; arrays and tensors as they are."""
     found = open_image(media)
     if not hasattr(found, "convert"):
+        shape = tuple(getattr(found, "shape", ()))
+        if len(shape) != 3 or 0 in shape:
+            raise ProcessorError(f"expected an image with height, width and channels, got shape {shape}")
         return found
+    if 0 in found.size:
+        raise ProcessorError(f"expected an image, got one of {found.size[0]} x {found.size[1]} pixels")
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(found)

@@ -277,9 +277,12 @@ def _tensor_nbytes(value: Any) -> int:
     if isinstance(value, np.ndarray):
         if value.dtype.name not in DTYPES:
             raise ProcessorError(f"expected numbers of a type that the wire knows, got dtype {value.dtype}")
+        _check_byte_order(value.dtype)
         raw = value.dtype.name
     elif isinstance(value, WireTensor):
         value = WireTensor(value.dtype, value.shape, value.data)
+        if is_numpy_name(value.dtype):
+            _check_byte_order(numpy_dtype(value.dtype))
         raw = None  # it says itself what it is
     else:
         raw = str(getattr(value, "dtype", "")).removeprefix("torch.")
@@ -292,6 +295,13 @@ def _tensor_nbytes(value: Any) -> int:
             ' WireTensor("uint16", shape, words) where they are numbers'
         )
     return Batch(value).nbytes
+
+
+def _check_byte_order(dtype: np.dtype[Any]) -> None:
+    if not dtype.isnative:  # the wire has a name for it, and an engine's model no tensor
+        raise ProcessorError(
+            f"expected numbers in this machine's byte order, got {dtype.str}: use astype(dtype.newbyteorder('='))"
+        )
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
