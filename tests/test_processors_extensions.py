@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmm.errors import ExtensionError, FastmmError, SchemaError, SchemaValueError
+from fastmm.errors import ExtensionError, FastmmError, ProcessorError, SchemaError, SchemaValueError
 from fastmm.processors import check_schema, decode_extensions, is_multimodal, is_present, split_extensions
 
 msgspec = pytest.importorskip("msgspec")
@@ -510,3 +510,16 @@ def test_an_error_never_repeats_a_value_that_is_none_of_an_enum(schema):
         decode_extensions(schema, {"multimodal_level": 1, "multimodal_mode": "my secret - at `$.x`"})
     assert "secret" not in str(caught.value)
     assert caught.value.field == "multimodal_mode"
+
+
+def test_another_exception_of_the_schemas_code_is_the_processors_failure():
+    @dataclasses.dataclass
+    class Failing:
+        multimodal_level: int = 0
+
+        def __post_init__(self) -> None:
+            raise KeyError("mine")
+
+    check_schema(Failing)
+    with pytest.raises(ProcessorError, match="the schema of P failed: KeyError: 'mine'"):
+        decode_extensions(Failing, {}, processor="P")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CompatError, ExtensionError, SchemaError, SchemaValueError
+from ..errors import CompatError, ExtensionError, ProcessorError, SchemaError, SchemaValueError
 from .words import error_text
 
 __all__ = ["PREFIX", "check_schema", "decode_extensions", "is_multimodal", "is_present", "split_extensions"]
@@ -222,6 +222,8 @@ def decode_extensions(schema: type | None, extensions: Mapping[str, Any] | None,
     ------
     ExtensionError
         ``invalid processor extensions: ...``, with the path of what does not fit.
+    ProcessorError
+        The schema's own code failed with another exception than a ValueError or a TypeError.
     """
     values = dict(extensions) if extensions else {}
     if schema is None:
@@ -242,8 +244,12 @@ def decode_extensions(schema: type | None, extensions: Mapping[str, Any] | None,
         raise _invalid("nested too deep", None) from None
     except ExtensionError:
         raise
+    except (CompatError, SchemaError):
+        raise
     except (ValueError, OverflowError):  # of the decoder itself, for a number of thousands of digits
         raise _invalid("a number that is too long", None) from None
+    except Exception as error:  # of the schema's own code: a validator that raises what none should
+        raise ProcessorError(f"the schema of {processor} failed: {error_text(error)}") from error
 
 
 def _invalid(message: str, field: str | None) -> ExtensionError:

@@ -67,12 +67,7 @@ def process_work(
         raise ProcessorError(f"expected a processor, got {name}, which has no schema") from None
     extensions = work.extensions
     if extensions is None or type(extensions) is dict or isinstance(extensions, Mapping):
-        try:
-            extensions = decode_extensions(schema, extensions, processor=name)
-        except FastmmError:
-            raise
-        except Exception as error:  # of the schema's own code
-            raise ProcessorError(f"the schema of {name} failed: {error_text(error)}") from error
+        extensions = decode_extensions(schema, extensions, processor=name)
     elif schema is None or not isinstance(extensions, schema):
         raise ProcessorError(f"expected extensions as a mapping, got {type(extensions).__name__}", path="extensions")
     resolved = resolve(work, budgets)
