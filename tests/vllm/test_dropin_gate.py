@@ -6,7 +6,9 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 import vllm
 from vllm.v1 import serial_utils
 
@@ -116,6 +118,20 @@ def test_a_decoder_that_makes_other_objects_is_found_out(monkeypatch):
     monkeypatch.setattr(codec.MsgpackDecoder, "decode", wrong)
     misfits = gate.examine().misfits
     assert any("a text request, decoded: $.prompt_token_ids[1]" in misfit for misfit in misfits)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "written", "said"),
+    [
+        (np.ndarray, ("np", "<f4", (1,), b""), "an output with 2 log probabilities, encoded: frame 0"),
+        (torch.Tensor, ("float32", (1,), 0, "cpu"), "a multimodal request, encoded: frame 0"),
+    ],
+)
+def test_a_vllm_that_writes_something_else_is_found_out(replaced, written, said, monkeypatch):
+    hook = VllmEncoder.enc_hook
+    monkeypatch.setattr(VllmEncoder, "enc_hook", lambda self, obj: written if isinstance(obj, replaced) else hook(self, obj))
+    misfits = gate.examine().misfits
+    assert any(said in misfit for misfit in misfits), misfits
 
 
 def test_what_raises_while_it_is_looked_at_does_not_fit():

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.multimodal import inputs
 from vllm.sampling_params import SamplingParams
-from vllm.v1 import engine
+from vllm.v1 import engine, serial_utils
+from vllm.v1.outputs import LogprobsLists
 
 from . import codec
 from .compare import difference, frames_difference
@@ -41,6 +43,13 @@ def messages() -> Iterator[tuple[str, Any, Any]]:
     yield "a multimodal request", request(**{**REQUIRED, "mm_features": features()}), request
     output = engine.EngineCoreOutput(request_id="fastmm-trial", new_token_ids=[7])
     yield "an output", engine.EngineCoreOutputs(outputs=[output]), engine.EngineCoreOutputs
+    for width in (2, 100):  # arrays on both sides of the threshold
+        arrays = (np.arange(width, dtype=np.int32)[None], np.ones((1, width), np.float32), np.array([3]))
+        output = engine.EngineCoreOutput("fastmm-trial", [7], LogprobsLists(*arrays), pooling_output=torch.ones(width))
+        yield f"an output with {width} log probabilities", engine.EngineCoreOutputs(outputs=[output]), engine.EngineCoreOutputs
+    answer = engine.UtilityOutput(7, result=serial_utils.UtilityResult({"a": [True, None, 1.5, "x"]}))
+    yield "the answer to a call", engine.EngineCoreOutputs(utility_output=answer), engine.EngineCoreOutputs
+    yield "a call", (0, 2**63, "is_sleeping", (1, "x")), None
     yield "an abort", ["fastmm-trial"], None
 
 
