@@ -13,7 +13,7 @@ import pytest
 
 from fastmm.processors import Budgets, Field, Media, Processed, ProcessedItem, Work, to_features
 from fastmm.processors.testing import NonConforming, check_processor
-from fastmm.schema import WireTensor
+from fastmm.schema import EngineCoreRequest, WireTensor
 
 msgspec = pytest.importorskip("msgspec")
 pytestmark = pytest.mark.no_asan  # dozens of calls for each sample, and hardly any of them native
@@ -544,15 +544,10 @@ def test_bits_are_compared_on_the_other_side(monkeypatch):
                 elem.data = elem.data + 1
             return super().encode(request)
 
-    monkeypatch.setattr(kit, "to_request", lambda processed, name: _copied(processed, name))
+    copied = lambda made, name: EngineCoreRequest(name, list(made.prompt_token_ids), to_features(made))  # noqa: E731
+    monkeypatch.setattr(kit, "to_request", copied)
     monkeypatch.setattr(kit, "Encoder", Widening)
     assert any(one.startswith("[bfloat16]") and "other bits" in one for one in complaints_of(Good()))
-
-
-def _copied(processed: Processed, name: str) -> Any:
-    from fastmm.schema import EngineCoreRequest
-
-    return EngineCoreRequest(name, list(processed.prompt_token_ids), to_features(processed))
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
