@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Crew", "Host", "Job"]
 
+_GONE_MAX = 16
 _STALE_MAX = 64  # jobs in the queue that are no more, beside as many as do wait
 _EXTENDED_MAX = 9  # deadlines of one job
 _STILLBORN_MAX = 5  # then whatever kills them will kill the next one, too
@@ -116,6 +117,9 @@ class Crew:
         self._running: dict[Job, None] = {}  # those that hold a slot
         self._hosts: list[Host] = []
         self._idle: list[Host] = []  # one entry for each free slot
+        # Executors that broke are not let go of at once: where the last reference goes on their own thread, which holds their
+        # lock then, Python 3.13 waits for itself.
+        self._gone: deque[Executor] = deque(maxlen=_GONE_MAX)
         self._starting = 0
         self._stillborn = 0  # processes that died before they were ready, one after the other
         self._closed = False
@@ -361,6 +365,7 @@ class Crew:
                 self._stillborn = 0
             elif known:
                 self._hosts.remove(host)
+                self._gone.append(host.executor)
                 self._stillborn += 1
                 if not isinstance(said, worker.Failure) and self._stillborn < _STILLBORN_MAX:
                     with contextlib.suppress(Exception):  # it was killed, maybe: another one may live
@@ -389,6 +394,7 @@ class Crew:
             if host not in self._hosts:
                 return
             self._hosts.remove(host)
+            self._gone.append(host.executor)
             self._idle = [other for other in self._idle if other is not host]
             pid, host.pid = host.pid, None
             self._counts["replaced"] += 1
@@ -405,6 +411,7 @@ class Crew:
         """Another executor in place of one that the pool was given; the first who asks gets it done."""
         with self._lock:
             if host.executor is executor and not (self._closed and not self._jobs):
+                self._gone.append(executor)
                 host.executor = make(executor)
                 self._counts["replaced"] += host.executor is not executor
 
@@ -437,6 +444,7 @@ class Crew:
         hosts, self._hosts = self._hosts, []
         if self.own and self._ready is not None:
             for host in hosts:
+                self._gone.append(host.executor)
                 for pid in executors.processes_of(host.executor):
                     executors.kill_process(pid)
 
