@@ -150,6 +150,26 @@ def test_who_waits_for_room_is_woken_when_the_engine_dies():
             os.kill(processes[0].pid, signal.SIGCONT)
 
 
+def test_an_error_that_is_kept_keeps_no_room():
+    import zmq
+
+    with driven(max_inflight_nbytes=1 << 20) as (client, _):
+
+        def refuse(*_: Any) -> None:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+
+        from fastmm.transport import core
+
+        send, core.send_frames = core.send_frames, refuse
+        try:
+            with pytest.raises(EngineDead) as kept:
+                client.generate(mm_request(np.ones(8 << 20, np.float32), request_id="count-1"))
+        finally:
+            core.send_frames = send
+        assert client.ledger.counters["inflight"] == 0
+        assert "its connection is gone" in str(kept.value)
+
+
 def test_a_stray_connection_that_comes_and_goes_does_no_harm():
     import zmq
 

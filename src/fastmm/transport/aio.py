@@ -23,7 +23,7 @@ from ..schema import EngineCoreOutput
 from .aio_live import AsyncCall, AsyncLive
 from .connection import receive_frames, send_frames
 from .control import ADD, UTILITY
-from .core import ClientCore, copied, left, utility_frames
+from .core import ClientCore, copied, left, utility_frames, without_frames
 from .large import INLINE_NBYTES, is_large
 from .lifetime import Ticket, nbytes_of
 from .registry import Ended, Engine, Live, request_id_of
@@ -335,11 +335,14 @@ class AsyncEngineClient(ClientCore):
                 ) from None
         except Ended:
             pass  # the iterator tells
-        except BaseException:
+        except BaseException as error:
             if live.sent:
                 self._abort([live])
             else:
                 self._registry.drop(live)
+            if isinstance(error, TransportError):
+                frames = ticket = None
+                raise without_frames(error)  # noqa: B904
             raise
 
     async def _send_in_turn(

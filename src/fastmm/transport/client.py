@@ -23,7 +23,7 @@ from ..errors import TransportError, TransportTimeout
 from ..schema import EngineCoreOutput
 from .connection import receive_frames
 from .control import UTILITY
-from .core import FORKED, ClientCore, copied, left, utility_frames
+from .core import FORKED, ClientCore, copied, left, utility_frames, without_frames
 from .lifetime import nbytes_of
 from .registry import Call, Ended, Live, request_id_of
 from .turns import Turns
@@ -271,12 +271,15 @@ class EngineClient(ClientCore):
             return Outputs(self, live)
         except Ended:
             return Outputs(self, live)  # which tells
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 if live.sent:  # a signal's handler raised
                     self._tell_aborts(self._registry.abort([live]))
                 else:
                     self._registry.drop(live)
+            if isinstance(error, TransportError):
+                frames, ticket = [], None
+                raise without_frames(error)  # noqa: B904
             raise
 
     add_request = generate

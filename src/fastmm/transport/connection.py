@@ -276,13 +276,14 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Any]) -> None:
     calls[-1] = (socket, frames[-1], 0, calls[-1][3])
     left = iter(calls)
     try:
-        for call in left:  # with nothing else to call, so that whatever raises, this frame was sent
+        for call in left:  # with nothing else to call, so that where something raises, this frame was sent, almost always
             _send(*call)
     except zmq.ZMQError:  # refused, with its first frame
         raise
     except BaseException:  # a signal's handler raised: the next message would be taken for the rest of half a message
-        for call in left:
-            _send(*call)
+        with contextlib.suppress(zmq.ZMQError):  # it raised before the first: nothing was sent, and nobody is dead for it
+            for call in left:
+                _send(*call)
         raise
 
 

@@ -469,6 +469,12 @@ def left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
+def without_frames(error: TransportError) -> TransportError:
+    """The error without its traceback, whose frames have the request's: who keeps an error must not keep room in the ledger."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
