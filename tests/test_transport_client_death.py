@@ -150,7 +150,15 @@ def test_who_waits_for_room_is_woken_when_the_engine_dies():
             os.kill(processes[0].pid, signal.SIGCONT)
 
 
-def test_an_error_that_is_kept_keeps_no_room():
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda client: client.generate(mm_request(np.ones(8 << 20, np.float32), request_id="count-1")),
+        lambda client: client.call_utility("echo", bytes(8 << 20)),
+    ],
+    ids=["request", "call"],
+)
+def test_an_error_that_is_kept_keeps_no_room(act):
     import zmq
 
     with driven(max_inflight_nbytes=1 << 20) as (client, _):
@@ -163,7 +171,7 @@ def test_an_error_that_is_kept_keeps_no_room():
         send, core.send_frames = core.send_frames, refuse
         try:
             with pytest.raises(EngineDead) as kept:
-                client.generate(mm_request(np.ones(8 << 20, np.float32), request_id="count-1"))
+                act(client)
         finally:
             core.send_frames = send
         assert client.ledger.counters["inflight"] == 0

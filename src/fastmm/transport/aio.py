@@ -515,6 +515,9 @@ class AsyncEngineClient(ClientCore):
                 late = ", ".join(call.engine.name for call in calls if not call.future.done())
                 raise TransportTimeout(f"no answer to {method!r} within {timeout:g} s from {late}")
             return {call.engine.rank: call.future.result() for call in calls}
+        except TransportError as error:
+            frames, ticket = [], None
+            raise without_frames(error)  # noqa: B904
         finally:
             for call in calls:
                 self._registry.forget(call)

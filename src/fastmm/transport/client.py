@@ -354,6 +354,9 @@ class EngineClient(ClientCore):
                         self._send(call.engine, [UTILITY, *frames])
                         self._registry.owe(call, time.monotonic())
             return {call.engine.rank: self._answer(call, method, timeout, deadline) for call in calls}
+        except TransportError as error:
+            frames = []
+            raise without_frames(error)  # noqa: B904
         finally:
             with self._lock:
                 for call in calls:
