@@ -177,6 +177,7 @@ def test_a_hang_is_one_failed_request_and_its_worker_is_replaced(client, executo
         with pytest.raises(ProcessorTimeout):
             future.result(LONG)
         until(lambda: hanging not in pids(client), LONG)
+        assert (pool.counters["timeouts"], pool.counters["died"], pool.counters["failed"]) == (1, 0, 1)
         make_whole(client)
     with ProcessorPool(Obedient, executor=executor, workers=2) as pool:
         for future in [pool.submit(work(str(i))) for i in range(10)]:

@@ -351,8 +351,7 @@ class ProcessorPool:
         if isinstance(reply, BrokenExecutor):
             return self._broke(job, host, executor, reply)
         if isinstance(reply, BaseException):
-            self._crew.count("died")
-            self._fail(job, ProcessorDied(f"the executor lost the request: {error_text(reply)}"))
+            self._died(job, ProcessorDied(f"the executor lost the request: {error_text(reply)}"))
         elif job.done():
             self._crew.count("dropped")
         else:
@@ -383,8 +382,7 @@ class ProcessorPool:
         if not lost and not trip.exhausted:
             self._crew.count("resent")
             return self._crew.again(job, host)
-        self._crew.count("died")
-        self._fail(job, ProcessorDied(f"the process that worked on request {job.rid!r} died: {error_text(error)}"))
+        self._died(job, ProcessorDied(f"the process that worked on request {job.rid!r} died: {error_text(error)}"))
         return False
 
     def _complete(self, job: Job, processed: Any) -> None:
@@ -409,6 +407,11 @@ class ProcessorPool:
         if self._crew.claim(job, "failed"):
             job.work = None
             job.set_exception(_without_locals(error))
+
+    def _died(self, job: Job, error: ProcessorDied) -> None:
+        if not job.done():  # else it failed before, as one that hung
+            self._crew.count("died")
+            self._fail(job, error)
 
     # --- workers that are gone, or as good as -------------------------------------------------------------------------
 
