@@ -27,7 +27,8 @@ from fastmm import (
 )
 from fastmm.errors import SchemaValueError
 from fastmm.schema import FinishReason
-from fastmm.transport import AsyncEngineClient
+from fastmm.transport import AsyncEngineClient, aio
+from fastmm.transport.connection import send_frames
 
 
 @pytest.mark.parametrize("handshake", [None, "tcp://127.0.0.1:0"])
@@ -257,6 +258,23 @@ async def test_a_large_request_that_is_cancelled_before_it_left_is_never_sent():
         await held
         assert await first == [0]
         assert [entry[0] for entry in await seen(client, "add")] == ["count-1"]
+        assert client.counters["live"] == 0
+
+
+@within_limit
+async def test_a_large_request_that_is_cancelled_as_it_leaves_is_aborted_on_the_engine(monkeypatch):
+    async with driven() as (client, _):
+        loop = asyncio.get_running_loop()
+
+        def send_and_cancel(socket: Any, frames: Any) -> None:  # the worker's: what small messages leave by is the core's
+            send_frames(socket, frames)
+            loop.call_soon_threadsafe(task.cancel)
+
+        monkeypatch.setattr(aio, "send_frames", send_and_cancel)
+        task = asyncio.create_task(client.add_request(large("hang-1")))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await aborted(client) == ["hang-1"]
         assert client.counters["live"] == 0
 
 

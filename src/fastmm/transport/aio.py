@@ -359,7 +359,8 @@ class AsyncEngineClient(ClientCore):
             self._impatient.add(job)
             job.request_id = live.request_id
         try:
-            await self._in_turn(job, lambda: self._registry.drop(live), deadline, TransportTimeout())
+            # Cancelled at work: what the worker has sent is aborted, and what it has not it sees to have ended.
+            await self._in_turn(job, lambda: self._abort([live]), deadline, TransportTimeout())
         except zmq.ZMQError as error:
             raise self._not_sent(live.engine, error) from None
         finally:
