@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 import pytest
 from support.processors import until
 
-from fastmm.errors import ProcessorOverloaded
+from fastmm.errors import ProcessorError, ProcessorOverloaded
 from fastmm.processors import Work
 from fastmm.processors.crew import Crew, Job
 from fastmm.processors.worker import Failure
@@ -33,13 +33,18 @@ class Stage:
         self.started: list[tuple[str, int]] = []
         self.failed: list[tuple[str, str]] = []
         self.hosts: dict[str, object] = {}
+        self.no_thread = self.no_process = False
         self.crew = Crew(workers, queue_size, None, None, make=self.make, ready=self.ready, start=self.start, fail=self.fail)
 
     def make(self, index: int) -> Executor:
+        if self.no_thread:
+            raise RuntimeError("can't start new thread")
         self.made.append(Nothing(index))
         return self.made[-1]
 
     def ready(self, executor: Executor) -> Future[object]:
+        if self.no_process:
+            raise OSError("too many open files")
         self.births.append(Future())
         return self.births[-1]
 
@@ -151,3 +156,44 @@ def test_a_request_that_was_cancelled_is_not_started_again():
     stage.crew.release(job, stage.hosts["a"])
     stage.submit("a")
     assert [rid for rid, _ in stage.started] == ["a", "a"]
+
+
+def test_a_process_that_the_system_refuses_fails_the_request_and_the_next_one_tries_again():
+    stage = Stage(workers=1, queue_size=0)
+    stage.no_process = True
+    stage.submit("a")
+    assert stage.failed == [("a", "no worker could start: OSError: too many open files")]
+    assert stage.crew.counters["queued"] == stage.crew.counters["workers"] == 0
+    assert stage.crew.start(0) is False
+    stage.no_process = False
+    stage.submit("a")
+    stage.births[0].set_result(NOT_A_PROCESS)
+    assert stage.started == [("a", 0)]
+
+
+def test_an_executor_that_cannot_be_made_is_a_refusal_where_there_is_no_other():
+    stage = Stage(workers=2, queue_size=1)
+    stage.no_thread = True
+    with pytest.raises(ProcessorError, match="no worker could start: RuntimeError"):
+        stage.submit("a")
+    assert stage.crew.start(0) is False
+    stage.no_thread = False
+    first = stage.submit("a")
+    stage.births[0].set_result(NOT_A_PROCESS)
+    stage.no_thread = True
+    stage.submit("b")  # waits for the one that there is
+    stage.finish(first)
+    assert stage.started == [("a", 0), ("b", 0)]
+
+
+@pytest.mark.parametrize("lacks", ["no_thread", "no_process"])
+def test_what_waits_for_a_worker_that_cannot_be_replaced_fails(lacks):
+    stage = Stage(workers=1, queue_size=5)
+    first, _ = stage.submit("a"), stage.submit("b")
+    stage.births[0].set_result(NOT_A_PROCESS)
+    setattr(stage, lacks, True)
+    stage.crew.replace(stage.hosts["a"])
+    assert [rid for rid, _ in stage.failed] == ["b"]
+    assert stage.crew.again(first, stage.hosts["a"]) is True
+    assert [rid for rid, _ in stage.failed] == ["b", "a"]
+    assert stage.crew.close(0)[0] is True

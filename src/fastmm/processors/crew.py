@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DuplicateRequest, FastmmError, ProcessorError, ProcessorOverloaded
 from . import executors, worker
 from .contract import Work
+from .words import error_text
 
 if TYPE_CHECKING:
     from .crossing import Trip
@@ -173,7 +174,12 @@ class Crew:
                 raise DuplicateRequest(f"request {job.rid!r} {'has a result that is parked' if parked else 'is at work'}")
             host = self._idle.pop() if self._idle else None
             if host is None and self.own and len(self._hosts) < self.workers:
-                fresh = self._grow()
+                try:
+                    fresh = self._grow()
+                except Exception as error:
+                    if not self._hosts:  # else it waits for one of those
+                        self._counts["refused"] += 1
+                        raise ProcessorError(f"no worker could start: {error_text(error)}") from error
                 host = None if self._ready else fresh
             if host is None and self._queued >= self.queue_size + self._starting:
                 self._counts["refused"] += 1
@@ -280,12 +286,14 @@ class Crew:
                 self._assign(job, host)
             else:  # its worker is gone
                 self._enqueue(job, self._queue.appendleft)
-                if not self._idle:
-                    return True
-                free = self._idle.pop()
-                following = self._next(free)
+                following = None
+                if self._idle:
+                    free = self._idle.pop()
+                    following = self._next(free)
+            waiting = self._in_vain()
         if following is not None:
             self._start(following, free)
+        self._refuse(waiting, None)
         return True
 
     def late(self, now: float, elapsed: Callable[[Job], float | None]) -> tuple[list[tuple[Job, Host]], float | None]:
@@ -321,8 +329,9 @@ class Crew:
         with self._lock:
             if self._closed:
                 raise ProcessorError("the pool is shut down")
-            while self.own and len(self._hosts) < self.workers:
-                fresh.append(self._grow())
+            with contextlib.suppress(Exception):  # those that could be made must begin all the same
+                while self.own and len(self._hosts) < self.workers:
+                    fresh.append(self._grow())
         for host in fresh:
             self._begin(host)
         with self._quiet:
@@ -345,7 +354,7 @@ class Crew:
             return
         try:
             future = self._ready(host.executor)
-        except RuntimeError as error:
+        except Exception as error:  # the system may have no process left to give
             self._begun(host, error)
         else:
             future.add_done_callback(functools.partial(self._answered, host))
@@ -370,8 +379,7 @@ class Crew:
                 if not isinstance(said, worker.Failure) and self._stillborn < _STILLBORN_MAX:
                     with contextlib.suppress(Exception):  # it was killed, maybe: another one may live
                         fresh = self._grow(host.index)
-                if not self._hosts:
-                    waiting = [job for job in self._queue if job.queued]
+                waiting = self._in_vain()
             self._quiet.notify_all()
         if known and isinstance(said, int):
             self.offer(host)
@@ -381,15 +389,23 @@ class Crew:
         executors.retire(host.executor)
         if fresh is not None:
             self._begin(fresh)
-        cause = said.error() if isinstance(said, worker.Failure) else said
-        for job in waiting:
-            refusal = ProcessorError(f"no worker could start: {cause}")
+        self._refuse(waiting, said.error() if isinstance(said, worker.Failure) else said)
+
+    def _in_vain(self) -> list[Job]:
+        """Under the lock: what waits, where there is no worker left to wait for."""
+        return [] if self._hosts else [job for job in self._queue if job.queued]
+
+    def _refuse(self, jobs: list[Job], cause: BaseException | None) -> None:
+        for job in jobs:
+            text = "" if cause is None else f": {cause if isinstance(cause, FastmmError) else error_text(cause)}"
+            refusal = ProcessorError(f"no worker could start{text}")
             refusal.__cause__ = cause
             self._fail(job, refusal)
 
     def replace(self, host: Host) -> None:
         """Another worker in place of one of the pool's own, which is ended."""
-        fresh = None
+        fresh: Host | None = None
+        cause: Exception | None = None
         with self._lock:
             if host not in self._hosts:
                 return
@@ -398,14 +414,17 @@ class Crew:
             self._idle = [other for other in self._idle if other is not host]
             pid, host.pid = host.pid, None
             self._counts["replaced"] += 1
-            # Where none can be made now, the next request tries again.
-            with contextlib.suppress(Exception):
+            try:
                 fresh = self._grow(host.index)
+            except Exception as error:  # the next request tries again
+                cause = error
+            waiting = self._in_vain()
         if pid is not None:
             executors.kill_process(pid)
         executors.retire(host.executor)
         if fresh is not None:
             self._begin(fresh)
+        self._refuse(waiting, cause)
 
     def renew(self, host: Host, executor: Executor, make: Callable[[Executor], Executor]) -> None:
         """Another executor in place of one that the pool was given; the first who asks gets it done."""

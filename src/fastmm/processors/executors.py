@@ -122,7 +122,8 @@ def retire(executor: Executor) -> None:
     On a thread of its own: from Python 3.12 on an executor whose process died calls back while it holds the lock that its
     own `shutdown` takes.
     """
-    threading.Thread(target=executor.shutdown, kwargs={"wait": False}, name="fastmm-retire", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: it ends when its last reference goes
+        threading.Thread(target=executor.shutdown, kwargs={"wait": False}, name="fastmm-retire", daemon=True).start()
 
 
 def is_stdlib(executor: Executor) -> bool:
