@@ -265,6 +265,18 @@ def test_iteration_ends_when_all_clients_have_gone_and_not_before(tmp_path: Path
         assert engine.clients_gone == (0, 1)
 
 
+def test_a_long_poll_sees_that_all_clients_have_gone(tmp_path: Path) -> None:
+    with client_and_engine(tmp_path, patience=0.3) as (client, engine):
+        client.inputs[0].close()
+        with pytest.raises(PeerClosed, match="all clients"):
+            engine.poll(PATIENCE_S)
+
+
+def test_no_thread_waits_on_a_monitor_that_another_may_read(tmp_path: Path) -> None:
+    with client_and_engine(tmp_path, 2) as (_, engine):
+        assert [socket for socket, _ in engine._poller.sockets] == engine._inputs
+
+
 def test_a_client_that_comes_back_in_time_is_served_as_before(tmp_path: Path) -> None:
     with client_and_engine(tmp_path, patience=None) as (client, engine):
         endpoint = client.addresses.inputs[0]

@@ -222,8 +222,8 @@ class EngineServer:
             self._inputs.append(socket)
             monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_CONNECTED | _LOST)
             self._monitors.append(monitor)
-            for polled in (socket, monitor):
-                self._poller.register(polled, zmq.POLLIN)
+            # The monitors are not polled: who waits for room to send reads them too, and a socket bears one thread at a time.
+            self._poller.register(socket, zmq.POLLIN)
             socket.send(self._handshake.ready_response())
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
@@ -337,7 +337,7 @@ class EngineServer:
                 # What a client sent before it went still counts: it may have come since we looked.
                 if all(self._gone(index) for index in range(count)) and not self._poller.poll(0):
                     raise PeerClosed(f"all clients of engine {self.rank} have gone")
-                left_ms = int((deadline - time.monotonic()) * 1000)
+                left_ms = int(min(deadline - time.monotonic(), _LOOK_EVERY_S) * 1000)
                 if not self._poller.poll(max(0, left_ms)) and time.monotonic() >= deadline - 0.001:
                     return None
 
