@@ -31,6 +31,7 @@ from fastmm import (
 from fastmm.errors import SchemaValueError
 from fastmm.schema import FinishReason
 from fastmm.transport import EngineClient
+from fastmm.transport import client as client_module
 
 # --- startup ----------------------------------------------------------------------------------------------------------
 
@@ -319,6 +320,30 @@ def test_next_with_a_timeout_leaves_the_request_alive():
         with pytest.raises(TransportTimeout):
             outputs.next(timeout=0.01)
         assert client.counters["live"] == 1
+
+
+def test_who_polls_with_no_time_at_all_receives():
+    with driven() as (client, _):
+        client._attend_if_free = lambda: None  # nobody receives for him
+        outputs = client.generate(text("hang-1"))
+        deadline = time.monotonic() + LIMIT
+        while True:
+            try:
+                assert outputs.next(timeout=0).new_token_ids == [7]
+                break
+            except TransportTimeout:
+                assert time.monotonic() < deadline
+
+
+def test_a_time_that_is_over_is_over_also_while_messages_for_others_come(monkeypatch):
+    with driven() as (client, _):
+        client._attend_if_free = lambda: None
+        outputs = client.generate(text("mute-1"))
+        with monkeypatch.context() as patched:
+            patched.setattr(client_module, "receive_frames", lambda *_: [b""])  # without end
+            for timeout in (0, 0.05):
+                with pytest.raises(TransportTimeout):
+                    outputs.next(timeout=timeout)
 
 
 def test_the_requests_memory_is_held_until_it_is_sent_and_no_longer():

@@ -379,6 +379,8 @@ class EngineClient(ClientCore):
     def _receive(self, queue: SimpleQueue[Any], deadline: float | None) -> None:
         """Take messages until something came into this queue. Only with the turn."""
         output = self._bound().output
+        # Also where others' messages never stop coming. Who has no time left has a millisecond, as where none come.
+        last = None if deadline is None else max(deadline, time.monotonic() + 0.001)
         while queue.empty():
             until = deadline
             if self._suspects or self._silence_timeout is not None:
@@ -396,6 +398,9 @@ class EngineClient(ClientCore):
             except zmq.Again:
                 self._attend()
                 if deadline is not None and time.monotonic() >= deadline:
+                    return
+            else:
+                if last is not None and time.monotonic() >= last:
                     return
 
     def _take_one(self, frames: Sequence[Any]) -> None:

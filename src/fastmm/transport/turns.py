@@ -50,6 +50,7 @@ class Turns:
         """What comes into one's own queue first; `Empty` where nothing does within `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         concerned = False  # whether the turn, or an offer of it, may be ours
+        waited = False  # who has no time at all looks once all the same: he may be the only one who receives
         try:
             while True:
                 with self._lock:
@@ -57,7 +58,7 @@ class Turns:
                         item = queue.get()
                         if item is not _TURN:
                             return item
-                    if deadline is not None and time.monotonic() >= deadline:
+                    if waited and deadline is not None and time.monotonic() >= deadline:
                         raise Empty
                     concerned = True
                     if self._holder is None:
@@ -72,11 +73,15 @@ class Turns:
                             self._followers.append(queue)
                 if self._holder is queue:
                     self._receive(queue, deadline)
+                    waited = True
                     continue
-                with contextlib.suppress(Empty):
+                try:
                     item = queue.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-                    if item is not _TURN:
-                        return item
+                except Empty:
+                    waited = True
+                    continue
+                if item is not _TURN:
+                    return item
         finally:
             try:
                 if concerned:
