@@ -80,6 +80,20 @@ def test_a_hang_after_a_cancel_costs_no_worker(gate):
         assert pool.counters["replaced"] == 1
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_shutdown_without_a_deadline_waits_for_no_request_that_hangs(gate, cancelled):
+    pool = ProcessorPool(Obedient(), workers=1, timeout=1.0)
+    pool.submit(work("a", gate.text))
+    gate.begun()
+    if cancelled:
+        assert pool.cancel("a")
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(pool.shutdown(None)), daemon=True)
+    thread.start()
+    thread.join(LONG)
+    assert ended == [True]
+
+
 def test_time_in_the_queue_is_not_time_at_work(tmp_path):
     class Slow(Obedient):
         def process(self, work, tokenizer):

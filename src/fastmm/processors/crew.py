@@ -116,6 +116,8 @@ class Crew:
         self._queue: deque[Job] = deque()  # cancelled ones stay in it, and are passed over
         self._queued = 0
         self._running: dict[Job, None] = {}  # those that hold a slot
+        self._giving_up = 0  # hosts whose job hangs, and that are being replaced,
+        self._giver: int | None = None  # by this thread
         self._hosts: list[Host] = []
         self._idle: list[Host] = []  # one entry for each free slot
         # Executors that broke are not let go of at once: where the last reference goes on their own thread, which holds their
@@ -258,7 +260,16 @@ class Crew:
             self._queued -= 1
             if len(self._queue) > 2 * self._queued + _STALE_MAX:
                 self._queue = deque(waiting for waiting in self._queue if waiting.queued)
-        if not self._jobs and not self._running:
+        self._tell_if_quiet()
+
+    def _is_quiet(self) -> bool:
+        if self._jobs or self._running:
+            return False
+        # The thread that replaces fails the job, too: what that calls back may close the pool, and must not wait for itself.
+        return not self._giving_up or self._giver == threading.get_ident()
+
+    def _tell_if_quiet(self) -> None:
+        if self._is_quiet():
             self._quiet.notify_all()
 
     def release(self, job: Job, host: Host) -> None:
@@ -269,8 +280,7 @@ class Crew:
                 del self._running[job]
                 job.host = None
                 following = self._next(host)
-            if not self._jobs and not self._running:
-                self._quiet.notify_all()
+            self._tell_if_quiet()
         if following is not None:
             self._start(following, host)
 
@@ -297,7 +307,8 @@ class Crew:
         return True
 
     def late(self, now: float, elapsed: Callable[[Job], float | None]) -> tuple[list[tuple[Job, Host]], float | None]:
-        """The jobs that are past their deadline, which lose their slots here, and the next deadline.
+        """The jobs that are past their deadline, which lose their slots here, and the next deadline. `gave_up` must follow
+        for each of them: who closes the crew waits for it, so as to meet the replacement and not what hangs.
 
         ``elapsed(job)``, called under the lock: seconds that the job has been at work, where that is less than it has had its
         slot; None where nobody has begun with it, which gives it more time, though not for ever.
@@ -319,7 +330,14 @@ class Crew:
                     del self._running[job]
                     found.append((job, job.host))
                     job.host = None
+            self._giving_up += len(found)
+            self._giver = threading.get_ident()
             return found, min((job.deadline for job in self._running), default=None)
+
+    def gave_up(self) -> None:
+        with self._lock:
+            self._giving_up -= 1
+            self._tell_if_quiet()
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -440,7 +458,7 @@ class Crew:
         """Admit nothing more and wait; whether all came to an end, what did not, and the hosts that there were."""
         with self._quiet:
             self._closed = True
-            clean = self._quiet.wait_for(lambda: not self._jobs and not self._running, timeout)
+            clean = self._quiet.wait_for(self._is_quiet, timeout)
             left = [*self._jobs.values(), *(job for job in self._running if job.done())]
             for job in self._running:
                 job.host = None

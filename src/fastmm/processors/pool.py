@@ -425,6 +425,8 @@ class ProcessorPool:
                 self._give_up(job, host)
             except Exception:  # of a method that a serving stack overrides: the others must not wait for ever
                 _log.exception("a worker that hangs could not be replaced")
+            finally:
+                self._crew.gave_up()
         return following
 
     def _elapsed(self, job: Job) -> float | None:
