@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from support.clients import LIMIT, driven, seen, text, tokens
 from support.forks import in_child
 from support.raw_engine import READY, raw_engine
@@ -191,6 +192,18 @@ def test_payloads_are_cast_to_the_engines_dtype_unless_another_is_asked_for():
             request = mm_request(np.ones(10000, np.float32), request_id="count-1", sampling_params=SamplingParams(max_tokens=1))
             list(client.generate(request))
             assert seen(client, "add")[0][2] == nbytes
+
+
+def test_what_strangers_send_after_the_startup_is_bounded():
+    with driven() as (client, _), zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(client._bound().input_address)
+        sent = 0
+        while sent < 20000 and stranger.poll(500, zmq.POLLOUT):
+            stranger.send(bytes(4096))
+            sent += 1
+        assert sent < 20000
+        assert tokens(client.generate(text("count-1"))) == [0, 1, 2]
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

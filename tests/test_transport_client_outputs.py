@@ -94,6 +94,14 @@ def test_pooling_outputs_events_and_statistics_are_typed():
         assert [message.weight_version for message in messages] == ["w"]
 
 
+def test_statistics_are_kept_of_ones_own_engines_only():
+    with answered(dict, {"scheduler_stats": SchedulerStats(num_running_reqs=3)}) as client:
+        message = fastmm.EngineCoreOutputs(engine_index=7, scheduler_stats=SchedulerStats())
+        assert client._read([bytes(frame) for frame in fastmm.Encoder().encode(message)]) is not None
+        list(client.generate(text("1")))
+        assert list(client.scheduler_stats) == [0]
+
+
 def test_a_listener_that_fails_harms_nobody(caplog):
     with answered(dict, on_outputs=lambda message: 1 / 0) as client:
         assert len(list(client.generate(text("1")))) == 1

@@ -152,8 +152,11 @@ class Connection:
         self._sockets.append(socket)
         socket.linger = int(linger * 1000)
         # The ledger bounds what is on its way. A high-water mark here would count messages, and drop or block unseen.
-        socket.sndhwm = socket.rcvhwm = 0
-        if kind == zmq.ROUTER:
+        socket.sndhwm = 0
+        if kind == zmq.PULL:
+            socket.rcvhwm = 0
+        else:
+            # It keeps its bound on what lies unread: after the startup nobody reads it, whoever sends to it.
             socket.router_mandatory = True  # a message to an engine that is not there is an error, not silence
         if heartbeat is not None:
             socket.heartbeat_ivl = int(heartbeat[0] * 1000)

@@ -384,7 +384,7 @@ class ClientCore:
             return None
         if self._watch.learning and isinstance(frames[0], zmq.Frame):
             self._watch.on_output(message.engine_index, frames[0])
-        if message.scheduler_stats is not None:
+        if message.scheduler_stats is not None and message.engine_index in self._registry.by_rank:
             self.scheduler_stats[message.engine_index] = message.scheduler_stats
         return message
 
