@@ -58,6 +58,7 @@ $(VENV_VLLM)/.editable: $(VENV_VLLM)/.requirements pyproject.toml
 # A whole vLLM engine on the CPU.  Everything it needs is pinned; what its wheels miss here is laid beside them.
 $(VENV_ENGINE)/.requirements: $(REQUIREMENTS) requirements/engine.txt $(wildcard tests/engine/environment/*.py)
 	test -x $(PY_ENGINE) || $(PYTHON) -m venv $(VENV_ENGINE)
+	$(PY_ENGINE) $(PIP) install -c requirements/engine.txt torch  # with all it needs: not every index has a CPU build of it
 	$(PY_ENGINE) $(PIP) install --no-deps -r requirements/build.txt -r requirements/run.txt -r requirements/engine.txt
 	$(PY_ENGINE) tests/engine/environment/lay.py
 	@touch $@

@@ -107,6 +107,7 @@ def test_a_sender_that_was_killed_is_an_error_and_not_a_wait(queue: Any) -> None
     with child(send, queue) as peer:
         peer.send(1)
         frames = peer.recv()
+        assert queue._reader.poll(PATIENCE_S)  # a thread of its own writes to the queue
         peer.process.kill()
         peer.process.join(PATIENCE_S)
     with pytest.raises(DecodeError, match="oob_tensor_provider"):
