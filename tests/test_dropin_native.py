@@ -130,6 +130,32 @@ def test_a_provider_gives_tensors_in_and_beside_the_features():
             StandInDecoder(oob_tensor_provider=provider).decode(frames)
 
 
+def test_a_provider_is_asked_once_for_each_tensor_of_a_small_message_too():
+    class Keep:
+        def new_message(self):
+            pass
+
+        def __call__(self, tensor):
+            return {"n": 0}
+
+    message = request(torch.ones(1000))
+    frames = StandInEncoder(256, Keep()).encode(message)
+    small = StandInEncoder(256, Keep()).encode(type(message)("r", None, message.mm_features))
+    asked = []
+
+    def provide(dtype, shape, meta):
+        asked.append(meta)
+        return torch.ones(1000)
+
+    for sent in (frames, small):
+        decoder = StandInDecoder(oob_tensor_provider=provide)
+        for _ in range(20):
+            asked.clear()
+            assert decoder.decode(sent).mm_features[0].data["pixel_values"].data.sum() == 1000
+            assert len(asked) == 1
+    assert len(small[0]) < 256
+
+
 # --- refusing -----------------------------------------------------------------------------------------------------------
 
 

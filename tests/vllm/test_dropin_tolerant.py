@@ -273,6 +273,21 @@ def test_nothing_is_sent_to_a_client_that_does_not_exist(client_index, thread, l
     assert log.text.count(f"a message of client {client_index} is dropped: there are 1") == 2
 
 
+def test_no_failed_preprocessing_is_answered_to_a_client_that_does_not_exist(thread, log):
+    def fail(request):
+        raise ValueError("cannot be preprocessed")
+
+    thread.engine.preprocess_add_request = fail
+    thread.send(ADD, *frames_of(request("r-1", 99)))
+    thread.send(ADD, *frames_of(request("r-2", 0)))
+    client_index, outputs = thread.engine.output_queue.get(timeout=WAIT)
+    assert (client_index, [output.request_id for output in outputs.outputs]) == (0, ["r-2"])
+    assert thread.engine.output_queue.empty()
+    del thread.engine.preprocess_add_request
+    assert thread.lives()
+    assert "a message of client 99 is dropped" in log.text
+
+
 @pytest.mark.parametrize("kind", [b"\x63", b"", b"READ", b"\x00\x00"])
 def test_a_message_of_an_unknown_type_is_dropped(kind, thread, log):
     for frames in ([], [b"\xc1"], frames_of(["r-1"])):

@@ -157,7 +157,7 @@ cdef object rare_dtype(DecodeState* s, Header* header, const uint8_t* at):
     """One of torch's types that nobody else has (float4_e2m1fn_x2, bits8); what vLLM's decoder takes, but no alias."""
     import torch
     name = shown(header)[1:-1]
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)  # no getattr: torch imports modules for some names
     if not isinstance(found, torch.dtype) or str(found) != f"torch.{name}":
         fail(s, at, f"expected a dtype such as 'bfloat16', got {shown(header)}")
     header.item_nbytes = found.itemsize

@@ -169,8 +169,10 @@ cdef class VllmDecoder:
             main = bufs
         try:
             if main is not None and self.state is NULL and self.whole is NULL and (
-                    self.features is NULL or not self.features_ahead and len(main) < SMALL_NBYTES):
-                # Nothing to cut: msgspec reads it all, without the cost of opening frames.
+                    self.features is NULL or
+                    self.oob_tensor_provider is None and not self.features_ahead and len(main) < SMALL_NBYTES):
+                # Nothing to cut: msgspec reads it all, without the cost of opening frames. If there is, it is read again,
+                # which a provider must not see: it gives each tensor once.
                 self.state = &no_message
                 try:
                     message = self.read(main)
@@ -188,6 +190,10 @@ cdef class VllmDecoder:
     def pickles_allowed(self):
         """Whether the operator allows pickles: what holds one is left to vLLM's hooks."""
         return False
+
+    cdef bint must_not_try(self):
+        """Whether what turns out to hold a pickle cannot be read again: a provider gives each tensor once."""
+        return self.oob_tensor_provider is not None and self.pickles_allowed()
 
     def after_error(self, error, bufs):
         """What comes of a message that could not be decoded: here, the error, or what is to be raised in its place."""
@@ -294,6 +300,8 @@ cdef class VllmDecoder:
         return message
 
     cdef object read_whole(self, DecodeState* s, object main):
+        if self.must_not_try():
+            return self.read_rest(s, main)
         try:
             message = read_value(s, self.whole)
         except DecodeError:
@@ -323,7 +331,8 @@ cdef class VllmDecoder:
                 ids = self.ids_of(s)
                 if ids is None:
                     return self.read_rest(s, main)  # msgspec says what is wrong
-            elif index == self.features_index and at != s.reader.end and fmm_kind_of(at[0]) == FMM_KIND_ARRAY:
+            elif (index == self.features_index and at != s.reader.end and fmm_kind_of(at[0]) == FMM_KIND_ARRAY
+                    and not self.must_not_try()):
                 self.features_ahead = FEATURES_AHEAD
                 features = self.features_of(s)
                 if features is None:

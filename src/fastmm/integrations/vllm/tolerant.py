@@ -197,7 +197,7 @@ def _answering(method: Any) -> Any:
     def _handle_request_preproc_error(self: Any, request: Any) -> None:
         if type(request) is Broken:
             answer(self, request)
-        else:
+        elif not is_nobodys(self, sys.modules[CORE].EngineCoreRequestType.ADD, (request,)):
             method(self, request)
 
     setattr(_handle_request_preproc_error, _SEEN, True)
