@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, wait
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from fastmm.errors import (
     FastmmError,
     LimitError,
     Overloaded,
+    ProcessorDied,
     ProcessorError,
     ProcessorOverloaded,
 )
@@ -210,6 +211,22 @@ def test_what_wrap_raises_fails_the_request_and_parks_nothing():
         assert len(store) == 0
         assert pool.counters["failed"] == 1
         assert pool.counters["completed"] == 0
+
+
+@pytest.mark.parametrize("text", ["small", "large" * 100_000])
+def test_what_replacing_a_broken_executor_raises_fails_the_request(text):
+    class Broken(Executor):
+        def submit(self, fn, /, *args, **kwargs):
+            raise BrokenExecutor("a worker died")
+
+    class Pool(ProcessorPool):
+        def replace_executor(self, executor):
+            raise RuntimeError("no other")
+
+    with Pool(Obedient(), executor=Broken(), workers=1) as pool:
+        for i in range(3):  # its slot comes back
+            with pytest.raises(ProcessorDied, match="no other"):
+                pool.submit(work(str(i), text)).result(LONG)
 
 
 def test_a_full_store_fails_the_request():

@@ -308,25 +308,33 @@ class ProcessorPool:
         return nbytes < self._crossing.carrier.inline_nbytes
 
     def _send(self, job: Job, host: Host) -> None:
-        """Pack a request and hand it over, to a worker that is in another process."""
+        """Pack a request and hand it over, to a worker that is in another process. Raises nothing: a packer's thread has nobody
+        to tell."""
         assert self._crossing is not None
-        executor, work = host.executor, job.work
-        job.executor = executor
         job.trip = trip = job.trip or Trip()
         try:
-            if work is not None:  # not cancelled meanwhile
-                job.inner = inner = self._crossing.send(trip, work, executor)
-                inner.add_done_callback(functools.partial(self._came_back, job, host, executor))
-                return
-        except BrokenExecutor as error:
-            if self._broke(job, host, executor, error):
+            if self._sent(job, host, trip):
                 return
         except FastmmError as error:  # whose traceback would keep the frames of whoever called submit
             self._fail(job, error.with_traceback(None))
-        except Exception as error:
+        except Exception as error:  # also of what a serving stack overrides, where the executor broke
             self._fail(job, ProcessorDied(f"the executor takes no requests: {error_text(error)}"))
         self._crossing.discard(trip)
         self._crew.release(job, host)
+
+    def _sent(self, job: Job, host: Host, trip: Trip) -> bool:
+        """Whether the request keeps its slot: it was handed over, or will be once more."""
+        assert self._crossing is not None
+        executor, work = host.executor, job.work
+        job.executor = executor
+        if work is None:  # cancelled meanwhile
+            return False
+        try:
+            job.inner = inner = self._crossing.send(trip, work, executor)
+        except BrokenExecutor as error:
+            return self._broke(job, host, executor, error)
+        inner.add_done_callback(functools.partial(self._came_back, job, host, executor))
+        return True
 
     # --- from an executor to whoever waits ----------------------------------------------------------------------------
 
