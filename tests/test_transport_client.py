@@ -165,6 +165,24 @@ def test_close_ends_a_wait_for_engines():
     client.close()
 
 
+@pytest.mark.parametrize(("where", "what"), [(os, "eventfd"), (threading.Thread, "start")])
+def test_a_start_that_fails_at_its_end_leaves_nothing_open(where, what, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise OSError(24, "no more")
+
+    client = EngineClient(startup_timeout=LIMIT)
+    address = client.bind()
+    with raw_engine(address), monkeypatch.context() as patched:
+        patched.setattr(where, what, fail)
+        with pytest.raises(OSError, match="no more"):
+            client.start()
+    assert not os.path.exists(address.removeprefix("ipc://"))
+    assert (client._context, client._wake_fd) == (None, -1)
+    with pytest.raises(TransportError, match="closed"):
+        client.generate(text("count-1"))
+    client.close()
+
+
 def test_an_engine_older_than_0_22_is_refused_and_a_newer_one_warned_of():
     with pytest.raises(CompatError, match=r"0\.21"):
         with driven(ready={**READY, "vllm_version": "0.21.0"}):

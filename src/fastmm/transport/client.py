@@ -179,20 +179,19 @@ class EngineClient(ClientCore):
             self._starting = True
             try:
                 self._start(self._progress)
+                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._bound().output.bind(_NUDGE)
+                assert self._context is not None
+                self._nudge = self._context.socket(zmq.PUSH)
+                self._nudge.connect(_NUDGE)
+                self._thread = threading.Thread(target=self._watch_over, name="fastmm-engine-client", daemon=True)
+                self._thread.start()
             except BaseException:
                 self._closing.set()
-                self._closed = "the client is closed"
-                self._let_go()
+                self._shut()
                 raise
             finally:
                 self._starting = False
-            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._bound().output.bind(_NUDGE)
-            assert self._context is not None
-            self._nudge = self._context.socket(zmq.PUSH)
-            self._nudge.connect(_NUDGE)
-            self._thread = threading.Thread(target=self._watch_over, name="fastmm-engine-client", daemon=True)
-            self._thread.start()
 
     def close(self) -> None:
         """Abort what is live on the engines, end whoever waits with `TransportError`, and close. From any thread; often."""
@@ -206,18 +205,22 @@ class EngineClient(ClientCore):
         with self._life:
             if self._starting:
                 return  # called from the progress callback: start() sees it and ends
-            thread, self._thread = self._thread, None
-            if thread is not None and thread is not threading.current_thread():
-                self._wake()
-                thread.join()
-                self._turns.take(_LEAVE_S)  # and keep it: nobody receives any more
-            self._closed = "the client is closed"
-            if self._nudge is not None:
-                self._nudge.close()
-            self._let_go()
-            if self._wake_fd >= 0:
-                fd, self._wake_fd = self._wake_fd, -1
-                os.close(fd)
+            self._shut()
+
+    def _shut(self) -> None:
+        """End the client's own thread, and let go of all that it and the client have."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
+            self._wake()
+            thread.join()
+            self._turns.take(_LEAVE_S)  # and keep it: nobody receives any more
+        self._closed = "the client is closed"
+        if self._nudge is not None:
+            self._nudge.close()
+        self._let_go()
+        if self._wake_fd >= 0:
+            fd, self._wake_fd = self._wake_fd, -1
+            os.close(fd)
 
     def _close_at_exit(self) -> None:
         self.close()
