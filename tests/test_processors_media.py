@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import sys
 import tracemalloc
 import urllib.parse
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -389,6 +391,48 @@ def test_a_video_that_cannot_be_measured_is_refused_and_measure_can_be_given():
         resolve_media(work, Budgets(max_pixels=99), measure=lambda media: 100)
     resolve_media(work, Budgets(max_pixels=100), measure=lambda media: 100)
     resolve_media(work, NO_PIXELS)
+
+
+class FakeVideo:
+    """As PyAV reads one: what its header says, and the frames that come. Deciding needs no codec."""
+
+    def __init__(self, come: int, **header: object) -> None:
+        header = {"width": 4, "height": 2, "frames": 0, "duration": None, "time_base": 1, "average_rate": 1, **header}
+        self.streams = SimpleNamespace(video=[SimpleNamespace(**header)])
+        self.come = come
+        self.decoded = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        pass
+
+    def decode(self, video):
+        for _ in range(self.come):
+            self.decoded += 1
+            yield SimpleNamespace(width=4, height=2, to_ndarray=lambda **options: np.zeros((2, 4, 3), np.uint8))
+
+
+@pytest.mark.parametrize("header", [{"frames": -5}, {"duration": -1000}, {"frames": 5, "width": -4}, {}])
+def test_a_video_whose_header_makes_no_sense_holds_no_budget(header, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", SimpleNamespace(open=lambda file: FakeVideo(1, **header)))
+    assert measure_pixels(resolve_media(Work(request_id="r", videos=[b"video"]), NO_PIXELS).media[0]) is None
+    with pytest.raises(ProcessorError, match=r"^videos\[0\]"):
+        resolve_media(Work(request_id="r", videos=[b"video"]))
+
+
+@pytest.mark.parametrize("header", [{"frames": 8}, {"duration": 8}])
+def test_a_video_with_more_frames_than_its_header_announced_is_refused(header, monkeypatch):
+    from fastmm.processors.hf import load_video
+
+    video = FakeVideo(9, **header)
+    monkeypatch.setitem(sys.modules, "av", SimpleNamespace(open=lambda file: video))
+    assert len(load_video(memoryview(b"video"))) == 9  # a duration and a rate are not exact
+    video.come, video.decoded = 100_000, 0
+    with pytest.raises(LimitError, match="64 pixels"):
+        load_video(memoryview(b"video"))
+    assert video.decoded < 16
 
 
 def test_audio_has_no_pixels():

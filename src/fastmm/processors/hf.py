@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import CompatError, ProcessorError
+from ..errors import CompatError, LimitError, ProcessorError
 from ..schema import EngineCoreRequest, SamplingParams
 from .contract import Budgets, Field, Layout, Media, MediaKind, Processed, ProcessedItem, Tokenizer, Work
-from .media import open_image
+from .media import open_image, stream_pixels
 from .request import to_request
 from .run import process_work
 from .words import error_text
@@ -486,7 +486,8 @@ def load_audio(data: memoryview) -> Any:
 
 
 def load_video(data: memoryview) -> Any:
-    """Encoded video as a list of frames."""
+    """Encoded video as a list of frames: those that its header announces, by which it was let in. Where many more come, it is
+    refused, before they take the memory."""
     try:
         import av
     except ImportError:
@@ -494,7 +495,17 @@ def load_video(data: memoryview) -> Any:
     import io
 
     with av.open(io.BytesIO(data)) as container:
-        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        announced = stream_pixels(container.streams.video[0])
+        frames: list[Any] = []
+        pixels = 0
+        for frame in container.decode(video=0):
+            size = frame.width * frame.height
+            pixels += size
+            # A header may have a rate and a duration in place of a count, and these are not exact.
+            if announced is not None and pixels > announced + announced // 8 + size:
+                raise LimitError(f"expected a video of {announced} pixels, as its header says, got more")
+            frames.append(frame.to_ndarray(format="rgb24"))
+        return frames
 
 
 def _sampled(loaded: Any, rate: int) -> tuple[Any, int]:

@@ -388,11 +388,15 @@ def _video_pixels(data: memoryview) -> int | None:
         return None
     try:
         with av.open(_Reader(data)) as container:
-            stream = container.streams.video[0]
-            width, height = int(stream.width), int(stream.height)
-            frames = int(stream.frames)
-            if not frames and stream.duration and stream.time_base and stream.average_rate:
-                frames = math.ceil(stream.duration * stream.time_base * stream.average_rate)
+            return stream_pixels(container.streams.video[0])
     except Exception as error:
         raise ProcessorError(f"expected a video that PyAV can read ({type(error).__name__})") from None
-    return width * height * frames if frames else None
+
+
+def stream_pixels(stream: Any) -> int | None:
+    """What a video's header says of its pixels, as PyAV reads it. None where it does not, or what cannot be."""
+    width, height = int(stream.width), int(stream.height)
+    frames = int(stream.frames)
+    if not frames and stream.duration and stream.time_base and stream.average_rate:
+        frames = math.ceil(stream.duration * stream.time_base * stream.average_rate)
+    return width * height * frames if min(width, height, frames) > 0 else None
