@@ -521,6 +521,16 @@ def test_a_hang_on_a_process_pool_that_was_given_is_killed(tmp_path):
         assert pool.counters["died"] == 0
 
 
+def test_an_affinity_that_the_system_refuses_costs_no_process():
+    class Pool(ProcessorPool):
+        def affinity(self, index):
+            return [100_000]
+
+    with Pool(Obedient(), executor="processes", workers=1) as pool:
+        pool.submit(work("a")).result(LONG)
+        assert pool.counters["replaced"] == 0
+
+
 def test_affinity_binds_a_process_that_the_pool_starts():
     last = max(os.sched_getaffinity(0))
 

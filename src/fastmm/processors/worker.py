@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import traceback
@@ -23,6 +24,7 @@ from .words import error_text
 __all__ = ["Again", "Failure", "Spec", "load_both", "mark_of", "serve"]
 
 _FACTORIES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_log = logging.getLogger("fastmm")
 _KEPT_MAX = 8  # processors of one process: those of pools that are gone make room
 
 
@@ -194,9 +196,13 @@ def serve(key: str, spec: Spec | None, parcel: Parcel | Work, reply: str, pool: 
 
 
 def pin(cpus: Collection[int] | None) -> None:
-    """Bind the calling thread, and what it starts, to some CPUs."""
-    if cpus is not None and hasattr(os, "sched_setaffinity"):
+    """Bind the calling thread, and what it starts, to some CPUs; where the system refuses that, the worker works without."""
+    if cpus is None or not hasattr(os, "sched_setaffinity"):
+        return
+    try:
         os.sched_setaffinity(0, cpus)
+    except Exception:
+        _log.exception("a worker cannot be bound to its CPUs; it works without")
 
 
 def begin_process(spec: Spec, cpus: Collection[int] | None) -> None:
