@@ -381,6 +381,8 @@ def test_a_class_a_function_and_an_object_are_loaded_by_their_place():
     [
         ("nobody", "no processor is called 'nobody'"),
         ("no.such.module:X", "cannot be imported"),
+        (":x", "cannot be imported: ValueError"),
+        (".m:x", "cannot be imported: TypeError"),
         (f"{__name__}:nothing", "cannot be imported"),
         (f"{__name__}:NOT_ONE", "expected"),
         (f"{__name__}:fail", "cannot be made: RuntimeError: no model"),
@@ -391,6 +393,21 @@ def test_a_class_a_function_and_an_object_are_loaded_by_their_place():
 def test_what_cannot_be_loaded_says_why(name, text):
     with pytest.raises(ProcessorError, match=text):
         load_processor(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
+        ("def", "SyntaxError"),
+        ("class E(ImportError):\n    def __str__(self):\n        raise ValueError\nraise E", "message cannot be read"),
+    ],
+)
+def test_a_module_that_fails_as_it_is_imported_says_why(source, text, tmp_path, monkeypatch):
+    (tmp_path / "fails_on_import.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ProcessorError, match=f"cannot be imported: .*{text}"):
+        load_processor("fails_on_import:X")
 
 
 def test_options_for_an_object_are_refused():

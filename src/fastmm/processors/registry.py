@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ..errors import ProcessorError
+from ..errors import FastmmError, ProcessorError
 from .contract import Processor
 from .extensions import check_schema
 from .words import error_text
@@ -43,8 +43,10 @@ def load_processor(name: str, **options: Any) -> Processor:
     try:
         found = importlib.import_module(name.partition(":")[0]) if ":" in name else None
         target: Any = _attribute(found, name.partition(":")[2]) if ":" in name else _entry(name).load()
-    except (ImportError, AttributeError) as error:
-        raise ProcessorError(f"processor {name!r} cannot be imported: {error}") from error
+    except FastmmError:
+        raise
+    except Exception as error:  # a module may do anything as it is imported
+        raise ProcessorError(f"processor {name!r} cannot be imported: {error_text(error)}") from error
     if isinstance(target, type) or not hasattr(target, "process"):
         if not callable(target):
             raise ProcessorError(f"expected {name!r} to be a processor or to make one, got a {type(target).__name__}")
