@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.processors import Gate, Obedient, Unloadable, image_item, until
+from support.processors import IMAGE, LONG, Gate, Obedient, Unloadable, gates, image_item, until, work
 
 from fastmm.errors import (
     LimitError,
@@ -29,23 +29,12 @@ from fastmm.processors import Budgets, Processed, Work
 from fastmm.processors.pool import ProcessorPool
 from fastmm.processors.store import ResultStore
 
-IMAGE = np.zeros((4, 4, 3), np.uint8)
-LONG = 60.0  # what never takes that long
-
-
-def work(rid: str, text: str = "rows 1", **more) -> Work:
-    return Work(request_id=rid, text=text, images=[IMAGE], **more)
-
 
 @pytest.fixture
 def gate(tmp_path):
     gate = Gate(tmp_path / "gate")
     yield gate
     gate.open()
-
-
-def gates(tmp_path: Path, n: int) -> list[Gate]:
-    return [Gate(tmp_path / f"gate-{i}") for i in range(n)]
 
 
 # --- hangs ------------------------------------------------------------------------------------------------------------

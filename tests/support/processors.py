@@ -15,6 +15,13 @@ import numpy as np
 
 from fastmm.processors import Processed, ProcessedItem, Tokenizer, Work
 
+IMAGE = np.zeros((4, 4, 3), np.uint8)
+LONG = 60.0  # what never takes that long
+
+
+def work(rid: str, text: str = "rows 1", **more) -> Work:
+    return Work(request_id=rid, text=text, images=[IMAGE], **more)
+
 
 class Obedient:
     """``rows N``: a result of so many rows; ``raise``, ``exit``, ``die``, ``hang FILE``, ``wait FILE``, ``unpicklable``..."""
@@ -128,3 +135,7 @@ def segments() -> list[str]:
     from fastmm import shm
 
     return [name for name in os.listdir("/dev/shm") if name.startswith(shm.process_key())]
+
+
+def gates(tmp_path: Path, n: int) -> list[Gate]:
+    return [Gate(tmp_path / f"gate-{i}") for i in range(n)]
