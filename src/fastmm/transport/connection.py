@@ -24,8 +24,8 @@ from .handshake import Addresses, ClientHandshake, EngineInfo, engine_rank
 
 __all__ = ["Connection", "Watch"]
 
-# A monitor's first frame: the event, and its value, here a file descriptor.
-_EVENT = struct.Struct("=Hi")
+# A monitor's first frame: the event, and its value, which is a file descriptor for what is asked for here.
+MONITOR_EVENT = struct.Struct("=Hi")
 # Frames from this size on are sent without a copy: pyzmq's copy_threshold.
 COPIED_NBYTES = 65536
 # The kernel's room in an ipc connection to an engine.
@@ -334,7 +334,7 @@ def disconnected(monitor: zmq.Socket[bytes]) -> list[int]:
     """The descriptors of the connections that are gone, as far as the monitor has said."""
     gone = []
     for frames in waiting(monitor):
-        event, value = _EVENT.unpack_from(frames[0].bytes)
+        event, value = MONITOR_EVENT.unpack_from(frames[0].bytes)
         if event == zmq.EVENT_DISCONNECTED:
             gone.append(value)
     return gone

@@ -106,10 +106,7 @@ class Ledger:
         except BaseException:  # KeyboardInterrupt, or what the check raised
             self._room.leave(ticket)
             raise
-        if not ticket.admitted:
-            self._room.leave(ticket)
-            raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self.said}")
-        return ticket
+        return self._in_time(ticket, timeout)
 
     async def areserve(
         self,
@@ -140,9 +137,13 @@ class Ledger:
         except BaseException:  # cancelled, thrown away, or what the check raised
             self._room.leave(ticket)
             raise
+        return self._in_time(ticket, timeout)
+
+    def _in_time(self, ticket: Ticket, timeout: float | None) -> Ticket:
+        """The ticket of a wait that is over, where it was admitted."""
         if not ticket.admitted:
             self._room.leave(ticket)
-            raise TransportTimeout(f"no room for {nbytes} bytes within {timeout:g} s: {self.said}")
+            raise TransportTimeout(f"no room for {ticket.nbytes} bytes within {timeout:g} s: {self.said}")
         return ticket
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -6,7 +6,7 @@ read. Nothing else of the message is looked at, and nothing of it is believed be
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -40,9 +40,7 @@ def salvage_request(main: bytes | bytearray | memoryview, client_index_position:
     """
     request_id: str | None = None
     try:
-        unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
-        unpacker.feed(main)
-        elements = unpacker.read_array_header()
+        unpacker, elements = _opened(main)
         first = unpacker.unpack() if elements else None
         if not isinstance(first, str) or not 0 < len(first) <= MOST_ID_CHARACTERS:
             return Salvaged(None, None)
@@ -62,9 +60,8 @@ def salvage_request(main: bytes | bytearray | memoryview, client_index_position:
 def salvage_call(main: bytes | bytearray | memoryview) -> tuple[int, int] | None:
     """Read client index and call id of a broken utility call; None where it does not begin as one does. Never raises."""
     try:
-        unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
-        unpacker.feed(main)
-        if unpacker.read_array_header() != 4:
+        unpacker, elements = _opened(main)
+        if elements != 4:
             return None
         client_index, call_id = unpacker.unpack(), unpacker.unpack()
     except Exception:
@@ -76,12 +73,18 @@ def salvage_call(main: bytes | bytearray | memoryview) -> tuple[int, int] | None
 def salvage_call_id(main: bytes | bytearray | memoryview) -> int | None:
     """Read the id of a broken utility call, under which its caller waits; None where it cannot be read. Never raises."""
     try:
-        unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
-        unpacker.feed(main)
-        if unpacker.read_array_header() < 2:
+        unpacker, elements = _opened(main)
+        if elements < 2:
             return None
         unpacker.skip()
         call_id = unpacker.unpack()
     except Exception:
         return None
     return call_id if type(call_id) is int else None
+
+
+def _opened(main: bytes | bytearray | memoryview) -> tuple[Any, int]:
+    """A reader behind the header of the main frame's array, and how many elements that announces. Raises where it is none."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0, strict_map_key=False)
+    unpacker.feed(main)
+    return unpacker, unpacker.read_array_header()

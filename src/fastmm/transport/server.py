@@ -9,7 +9,6 @@ with EngineServer("ipc:///run/engines/handshake", ready={"dtype": "bfloat16"}) a
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from ..schema import (
     UtilityResult,
 )
 from ..schema.profile import profile_of_ready
+from .connection import MONITOR_EVENT
 from .control import (
     ENGINE_CORE_DEAD,
     StartWave,
@@ -48,8 +48,6 @@ __all__ = ["Abort", "Add", "EngineServer", "StartWave", "UtilityCall"]
 
 # How often a wait looks whether it was called off, or its clients have gone.
 _LOOK_EVERY_S = 0.1
-# A monitor's first frame: the event, and its value.
-_MONITOR_EVENT = struct.Struct("=Hi")
 _CONNECTED, _LOST = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
@@ -506,6 +504,6 @@ def _events(monitor: zmq.Socket[bytes]) -> Iterator[int]:
     """What a monitor has seen since it was last asked."""
     while True:
         try:
-            yield _MONITOR_EVENT.unpack_from(monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
+            yield MONITOR_EVENT.unpack_from(monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
         except zmq.Again:
             return
